@@ -20,10 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from cai_apps.compose.models import load_model_config, meta_model
-from cai_apps.planner.flops import token_flops
+from cai_apps.planner.flops import model_flops
 from cai_apps.run.loop.metrics import peak_flops
 
 HERE = Path(__file__).parent
@@ -109,7 +110,7 @@ def main() -> None:
     ranks = torch.cuda.device_count() or 4
     batch = options.batch * ranks
     config = load_model_config(options.model)
-    flops = token_flops(meta_model(config), config, options.sequence)
+    flops, row = model_flops(meta_model(config), config), np.array([options.sequence])
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     forms = {
         "torch FSDP2 eager": lambda: fsdp2(options, False, ranks),
@@ -136,8 +137,8 @@ def main() -> None:
             rate = batch * options.sequence / result["step_seconds"] / ranks
             result["tokens_per_second_per_gpu"] = round(rate, 1)
             if peak:
-                result["mfu_causal"] = round(rate * flops.causal / peak, 4)
-                result["mfu_full_attention"] = round(rate * flops.full / peak, 4)
+                result["mfu_causal"] = round(rate * flops.causal(row) / options.sequence / peak, 4)
+                result["mfu_full_attention"] = round(rate * flops.full(row) / options.sequence / peak, 4)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             result = {"error": str(error)[-1500:]}
         results["forms"][name] = result

@@ -47,6 +47,9 @@ ALLOWED = {
             "PIL",
             "sklearn",
             "gemmi",
+            "tensorboard",
+            "trackio",
+            "wandb",
         ),
     },
 }
@@ -143,8 +146,10 @@ ROOMS = {
         "task": {"files"},
         "launch": {"exit_codes", "files", "health", "task"},
         "loop": {"files", "task"},
-        "worker": {"exit_codes", "files", "health", "launch", "loop", "task"},
-        "train": {"files", "health", "launch", "task", "worker"},
+        "probes": set(),
+        "trackers": {"files", "health"},
+        "worker": {"exit_codes", "files", "health", "launch", "loop", "probes", "task", "trackers"},
+        "train": {"files", "health", "launch", "task", "trackers", "worker"},
     },
     "cai_apps.applications.diffusion": {
         "config": set(),

@@ -27,7 +27,7 @@ FENCE = re.compile(
 SHELL = ("bash", "sh", "shell", "console")
 OWN_COMMANDS = {"pip install nox && nox -s train", "pip install nox && nox -s tests"}
 TUTORIAL = ROOT / "docs" / "fine-tuning.md"
-ELSEWHERE = ["pip install 'cai-apps[lora]'", "vllm serve runs/mine/export"]
+ELSEWHERE = ["pip install 'cai-apps[lora]'", "vllm serve my-tuned-model"]
 """Commands of the tutorial that are not run: what is installed already, and another program."""
 THINGS = ("parcel", "letter", "bicycle", "refund", "invoice", "key", "ticket", "coat")
 

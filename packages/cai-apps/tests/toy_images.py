@@ -141,6 +141,9 @@ class Images:
     def prepare(self, config: Config, before: Any = None) -> int:
         return config.samples
 
+    def base(self, config) -> None:
+        return None
+
     def origin(self, prepared: int) -> Origin:
         return Origin(
             {"quarters": "top left, top right, bottom left, bottom right"}, "noise", f"{prepared} pictures"

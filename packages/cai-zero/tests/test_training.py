@@ -455,3 +455,37 @@ PRODUCT = [
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
 def test_product(case: Case):
     check(case, 1e-9 if case.dtype == torch.float64 else 1e-5)
+
+
+def test_frozen_shards_stay_in_the_dtype_of_computing_until_they_are_trained():
+    """Stage 3 keeps what nobody steps as it is used; unfrozen, it gets master weights: bit for bit the plain loop."""
+    compute = torch.bfloat16
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(compute)
+
+    model, plain, inputs = made(), made(), torch.randn(4, 5, 8).to(compute)
+    model[0].requires_grad_(False)
+    shard_module(model, None, precision=MixedPrecision(compute=compute))
+    masters = {
+        name: param.detach().float().requires_grad_(name.startswith("2"))
+        for name, param in plain.named_parameters()
+    }
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (model.parameters(), masters.values())]
+    for step, x in enumerate(inputs):
+        assert model[0].weight.dtype == (compute if step < 3 else torch.float32)
+        if step == 2:
+            model[0].requires_grad_(True)
+            for master in masters.values():
+                master.requires_grad_(True)
+        weights = {name: master.to(compute) for name, master in masters.items()}
+        losses = [model(x), torch.func.functional_call(plain, weights, (x,))]
+        losses = [output.float().square().mean() for output in losses]
+        assert losses[0] == losses[1]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, master in masters.items():
+        torch.testing.assert_close(model.get_parameter(name).detach(), master.detach(), rtol=0, atol=0)

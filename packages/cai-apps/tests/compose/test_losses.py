@@ -38,11 +38,27 @@ def by_columns(kernels, columns, dtype, device):
     (found * 0.5).backward(retain_graph=True)
     (expected * 0.5).backward()
     torch.testing.assert_close(found, expected)
+    check_predictions(loss, own, whole, labels)
     if kernels == "on" and own.numel():
         with pytest.raises(RuntimeError, match=r"inplace operation|second time"):
             found.backward()
     torch.testing.assert_close(own.grad, exact.grad[..., start : start + own.shape[-1]])
     return type(loss._maths(own)).__name__
+
+
+def check_predictions(loss, own, whole, labels):
+    """The likeliest tokens are those of whole logits, the first of equal ones too, on whichever ranks those are."""
+    with torch.no_grad():
+        even = whole.clone()
+        even[1, 3], even[0, 0, 1], even[0, 0, -1] = 2.0, 50.0, 50.0
+        start = loss.form.start
+        for logits in (whole, even):
+            mine = Output(logits[..., start : start + own.shape[-1]])
+            assert torch.equal(loss.likeliest(mine), logits.argmax(-1))
+            assert torch.equal(loss.predicted(mine), logits.argmax(-1))
+            guesses = torch.where(labels == -100, labels, logits.argmax(-1))
+            guesses[0, 1] = (guesses[0, 1] + 1) % logits.shape[-1]
+            assert int(loss.correct(mine, guesses)) == int((labels != -100).sum()) - 1
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def test_fills_in_what_is_open(tiny):
         ({"parallel__tensor__sequence": True, "data__sequence_length": 127}, ConfigError, ["127", "a multiple of 2"]),
         ({"train__steps": 0}, ConfigError, ["train.steps", "at least 1"]),
         ({"data__validation_fraction": 1.0}, ConfigError, ["validation_fraction"]),
+        ({"log__prompts": ("Hi",), "train__validate_every": 0}, ConfigError, ["log.prompts", "validate_every = 0"]),
+        ({"log__prompts": ("Hi",), "log__sample_tokens": 0}, ConfigError, ["log.prompts", "sample_tokens = 0"]),
     ],
 )  # fmt: skip
 def test_what_cannot_work_says_so(tiny, change, kind, parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -19,7 +20,24 @@ HOSTILE_SVG = f"""<?xml version="1.0"?><!DOCTYPE svg [<!ENTITY x SYSTEM "file://
 <svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)">{SCRIPT}<foreignObject><iframe src="javascript:alert(1)"/>
 </foreignObject><a href="javascript:alert(1)"><text>&x;</text></a><image href="http://example.org/x.png"/></svg>"""
 ALLOWED = {
-    *("html", "meta", "title", "style", "h1", "h2", "table", "tr", "th", "td", "div", "img", "pre"),
+    *(
+        "html",
+        "meta",
+        "title",
+        "style",
+        "h1",
+        "h2",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "div",
+        "img",
+        "pre",
+        "h3",
+        "p",
+        "code",
+    ),
 }
 
 
@@ -65,6 +83,17 @@ def run(tmp_path, monkeypatch):
 def test_nothing_of_a_hostile_run_becomes_an_element(run):
     for name in ("ok", BREAK.replace("/", "_"), "<b>&amp;"):
         (run.plots / f"{name}.svg").write_text(HOSTILE_SVG)
+    (run.path / "texts.jsonl").write_text(json.dumps({"step": 1, "name": BREAK, "text": SCRIPT}))
+    for folder in ("traces", "snapshots"):
+        (run.path / folder).mkdir()
+    name = BREAK.replace("/", "_")
+    (run.path / "traces" / f"{name}.table.json").write_text(
+        json.dumps([{"operator": BREAK, "calls": SCRIPT}, BREAK])
+    )
+    site = {"bytes": BREAK, "count": SCRIPT, "place": BREAK, "code": SCRIPT}
+    fields = dict.fromkeys(("rank", "step", "device", "reason", "allocated_bytes", "asked_bytes"), BREAK)
+    (run.path / "snapshots" / f"{name}.json").write_text(json.dumps({**fields, "sites": [site, SCRIPT]}))
+    (run.path / "snapshots" / "a.json").write_text(json.dumps({"rank": 0, "message": BREAK}))
     curves = (plots.Curve(BREAK, (BREAK, "loss")), plots.Curve("$\\frac{", ("loss",)))
     shown = page.Page(curves[:1], lambda _: [(BREAK, SCRIPT), (SCRIPT, BREAK)])
     text = page.write_report(run, run.path / "report.html", shown).read_text()

@@ -11,7 +11,7 @@ from cai_apps import applications, recipes
 from cai_apps.applications.language.config import Config
 from cai_apps.report.plots import draw_loss
 from cai_apps.run.files.directory import RunDirectory
-from cai_apps.run.loop.metrics import MetricsFile
+from cai_apps.run.loop.metrics import Records
 from cai_apps.run.loop.training_loop import Loop
 from cai_mesh.errors import ConfigError
 
@@ -56,7 +56,7 @@ def test_a_link_laid_during_the_run_is_replaced_or_refused(other, tmp_path):
     run.create(Config())
     (run.path / "metrics.jsonl").symlink_to(other)
     other.write_text("")
-    MetricsFile(run.metrics).close()
+    Records(run.metrics).close()
     run.metrics.write_text('{"step": 1, "loss": 1.0}\n')
     for path in (run.crash / "rank-0.txt", run.plots / "loss.png"):
         path.symlink_to(other)
@@ -118,7 +118,7 @@ def test_others_cannot_read_what_may_hold_secrets(tmp_path):
     try:
         run.create(Config())
         run.record_crash(0, ValueError("with a token in it"))
-        MetricsFile(run.metrics).close()
+        Records(run.metrics).close()
     finally:
         os.umask(before)
     files = [run.config_file, run.metrics, run.crash / "rank-0.txt"]

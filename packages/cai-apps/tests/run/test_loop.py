@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.applications.language.config import Config
+from cai_apps.compose.step_loss import Evaluation
 from cai_apps.data.batches import Batches
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
@@ -68,7 +69,7 @@ class OneWeight:
 
     def evaluate(self, microbatches, *, total):
         targets = torch.cat([self._targets(batch) for batch in microbatches])
-        return ((self.weight - targets) ** 2).sum() / total
+        return Evaluation(((self.weight - targets) ** 2).sum() / total, (targets > 0.8).sum())
 
     def find_broken(self, microbatches, *, total):
         assert (self.steps, self.updates) == (0, 0), "as before the step that was left out"
@@ -97,7 +98,8 @@ def train(directory, config=CONFIG, start=None, weight=1.0, validation_fraction=
     session, seen = OneWeight(config, mesh, weight, broken=torch.distributed.get_world_size() - 1), []
     batches = Batches(training, *sizes, seed=config.train.seed)
     held_out = Batches(validation, *sizes, seed=None, blank=blank)
-    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), {"mfu": 80.0})  # type: ignore[arg-type]
+    flops = {"mfu": lambda batch: 80.0 * len(batch["labels"])}
+    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), flops)  # type: ignore[arg-type]
     loop = Loop(session, work, batches, held_out, torch.device("cpu"), lambda *it: seen.append(it))
     loop.run(start or Position())
     return session.weight, seen
@@ -164,7 +166,10 @@ def test_validation_counts_each_target_once(ranks, sizes, fraction, sequences, t
     config = replace(CONFIG, train=train_config)
     for weight, seen in run_ranks(ranks, train, str(tmp_path), config, None, 1.0, fraction):
         expected = np.mean((weight - np.concatenate(targets) / 10) ** 2)
-        assert seen[-1][0].validation_loss == pytest.approx(expected, abs=1e-12)
+        last = seen[-1][0]
+        assert last.validation_loss == pytest.approx(expected, abs=1e-12)
+        assert last.validation_perplexity == pytest.approx(np.exp(expected), abs=1e-12)
+        assert last.validation_accuracy == pytest.approx(np.mean(np.concatenate(targets) > 8), abs=1e-12)
 
 
 def test_second_half_from_a_position_is_the_second_half(single, tmp_path):

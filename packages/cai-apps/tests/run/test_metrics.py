@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cai_apps.run.loop import metrics
-from cai_apps.run.loop.metrics import Metrics, MetricsFile
+from cai_apps.run.loop.metrics import Metrics, Records
 from cai_mesh.errors import DataError
 
 
@@ -16,7 +16,7 @@ def record(step, **more):
 
 
 def test_fields_of_a_record(tmp_path):
-    MetricsFile(tmp_path / "m.jsonl").write(record(1))
+    Records(tmp_path / "m.jsonl").write(record(1).record())
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
     wanted = "step loss grad_norm lr tokens tokens_per_second tflops mfu memory_bytes step_seconds"
     assert set(wanted.split()) <= set(json.loads(line))
@@ -24,11 +24,11 @@ def test_fields_of_a_record(tmp_path):
 
 
 def test_resume_keeps_earlier_records_and_drops_repeated_ones(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
+    file = Records(tmp_path / "m.jsonl")
     for step in range(1, 6):
-        file.write(record(step))
+        file.write(record(step).record())
     file.close()
-    MetricsFile(tmp_path / "m.jsonl", from_step=3).write(record(4, validation_loss=2.0))
+    Records(tmp_path / "m.jsonl", from_step=3).write(record(4, validation_loss=2.0).record())
     records = metrics.read(tmp_path / "m.jsonl")
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     assert records[-1]["validation_loss"] == 2.0
@@ -52,8 +52,8 @@ def test_no_file(tmp_path):
 
 def test_a_start_that_is_killed_keeps_the_records(tmp_path, monkeypatch):
     path = tmp_path / "m.jsonl"
-    first = MetricsFile(path)
-    first.write(record(1))
+    first = Records(path)
+    first.write(record(1).record())
     first.close()
 
     def killed(*_):
@@ -61,14 +61,14 @@ def test_a_start_that_is_killed_keeps_the_records(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        MetricsFile(path, from_step=1)
+        Records(path, from_step=1)
     assert [each["step"] for each in metrics.read(path)] == [1]
 
 
 def test_a_full_disk_is_told(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl")
+    file = Records(tmp_path / "m.jsonl")
     file.close()
     with Path("/dev/full").open("a") as file._file:
         with pytest.raises(DataError, match=r"(?s)cannot be written.*step 3.*No space left on device"):
-            file.write(record(3))
+            file.write(record(3).record())
         file.close()

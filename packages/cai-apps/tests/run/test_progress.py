@@ -13,6 +13,8 @@ def metrics(step, **more):
 def test_a_line_has_the_numbers():
     assert describe(metrics(1)) == "loss 1.5000  grad norm 0.250  1,234 tokens/s  memory 1.00 GiB"
     assert describe(metrics(1, validation_loss=2.0)).endswith("validation loss 2.0000")
+    more = {"validation_loss": 2.0, "validation_perplexity": 7.389, "validation_accuracy": 0.25}
+    assert describe(metrics(1, **more)).endswith("validation loss 2.0000  perplexity 7.39  accuracy 25.00%")
 
 
 def test_plain_lines_at_the_start_every_n_and_the_end(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -17,12 +18,15 @@ def story(tmp_path_factory):
     """Six steps on 8 ranks with checkpoints at 3 and 6; a copy stopped at 3 goes on with 2 ranks."""
     place = tmp_path_factory.mktemp("story")
     run, resumed, cache = place / "run", place / "resumed", place / "cache"
-    done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3)
+    tracked = {"log__trackers": "tensorboard", "log__prompts": "import"}
+    traced = {"log__trace": "2-3", "log__snapshot": "3", "log__trace_ranks": 5}
+    done = train(run, cache, CUBE, train__steps=6, checkpoint__every=3, **tracked, **traced)
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-6")
-    again = train(resumed, cache, PAIR, train__steps=6, checkpoint__every=1, checkpoint__background="on")
+    options = {"checkpoint__every": 1, "checkpoint__background": "on", **tracked}
+    again = train(resumed, cache, PAIR, train__steps=6, **options)
     alone = place / "alone"
-    train(alone, cache, ALONE, train__steps=6, checkpoint__resume="never")
+    train(alone, cache, ALONE, train__steps=6, checkpoint__resume="never", **tracked)
     return SimpleNamespace(
         run=run, resumed=resumed, alone=alone, cache=cache, out=done.stdout, again=again.stdout
     )
@@ -58,6 +62,67 @@ def test_records(story):
     assert found[-1]["loss"] < found[0]["loss"]
     assert found[-1]["tokens"] == 6 * 8 * 32
     assert [i + 1 for i, record in enumerate(found) if "validation_loss" in record] == [3, 6]
+
+
+def test_a_chosen_rank_traces_chosen_steps(story):
+    (trace,) = (story.run / "traces").glob("*.gz")
+    assert trace.name == "rank-5.steps-2-3.json.gz"
+    assert f"trace of rank 5: {trace}" in story.out
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]
+    assert any(event["name"] == "aten::mm" for event in events)
+    assert not (story.alone / "traces").exists()
+
+
+def test_a_cpu_has_no_snapshot_and_says_so(story):
+    (snapshot,) = (story.run / "snapshots").iterdir()
+    fields = json.loads(snapshot.read_text())
+    assert (fields["rank"], fields["step"]) == (5, 3)
+    assert "no snapshot" in fields["message"]
+
+
+@pytest.mark.parametrize("name", ["run", "resumed", "alone"])
+def test_a_tracker_has_each_step_once(story, name):
+    """Of the resumed run too, whose first start wrote six steps, of which three were trained again."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    run = getattr(story, name)
+    events = EventAccumulator(str(run / "tensorboard"))  # as tensorboard itself reads them
+    events.Reload()
+    losses = [
+        (event.step, pytest.approx(float(make_ndarray(event.tensor_proto)), rel=1e-6))
+        for event in events.Tensors("train/loss")
+    ]
+    assert losses == [(record["step"], record["loss"]) for record in records(run)]
+    for tag in ("eval/loss", "eval/accuracy", "eval/perplexity", "samples/1/text_summary"):
+        assert [event.step for event in events.Tensors(tag)] == [3, 6]
+    identities = {json.loads((story.run / "trackers.json").read_text())["id"]}
+    identities |= {json.loads((story.resumed / "trackers.json").read_text())["id"]}
+    assert len(identities) == 1
+
+
+def test_prompts_are_continued_alike_on_every_layout(story):
+    """By a pipeline of tensor-parallel ranks, by a pipeline and by one process."""
+    one, two, three = (
+        [json.loads(line) for line in (run / "texts.jsonl").read_text().splitlines()]
+        for run in (story.run, story.resumed, story.alone)
+    )
+    assert one == two == three
+    assert [(record["step"], record["name"]) for record in one] == [(3, "import"), (6, "import")]
+    assert all(record["text"] for record in one)
+
+
+def test_accuracy_and_perplexity_are_recorded(story):
+    import math
+
+    for one, two in zip(records(story.run), records(story.alone), strict=True):
+        assert ("validation_accuracy" in one) == ("validation_loss" in one)
+        if "validation_loss" in one:
+            assert 0 < one["validation_accuracy"] == pytest.approx(two["validation_accuracy"], rel=0.02)
+            assert one["validation_perplexity"] == pytest.approx(math.exp(one["validation_loss"]))
 
 
 @pytest.mark.parametrize("other", ["resumed", "alone"])
@@ -146,6 +211,9 @@ def test_generate_and_report(story):
     assert done.stdout.startswith("import")
     assert cai("report", story.run).returncode == 0
     page = (story.run / "report.html").read_text()
+    assert "<h2>Traces</h2>" in page and "aten::mm" in page
+    assert "<h3>rank 5, step 3</h3><p>no snapshot" in page
+    assert "<h2>Samples</h2>" in page and "validation accuracy, step 6" in page
     assert page.count("<img") == 6  # curves, and a step of the pipeline as it ran and as simulated
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from cai_mesh.adapters import base_layer
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import layout_of, refresh
@@ -209,7 +210,7 @@ def _check_head(model: nn.Module, roles: dict[str, Role]) -> None:
         if next(end.parameters(), None) is None:  # it stands for one of another pipeline stage
             continue
         head_is_cut = any(
-            model.get_submodule(name) is end for name, role in roles.items() if not role.parameter
+            base_layer(model.get_submodule(name)) is end for name, role in roles.items() if not role.parameter
         )
         if getter == "get_output_embeddings" and not head_is_cut:
             raise PlanError(

@@ -31,8 +31,12 @@ class MixedPrecision:
     reduce: torch.dtype | None = None
     split_master: bool = False
 
-    def resolve(self, param: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    def resolve(
+        self, param: torch.dtype, *, trained: bool = True
+    ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """(compute, master, reduce) for parameters of dtype `param`.
+
+        Frozen ones that come in the dtype of computing stay in it: nobody steps them.
 
         Raises `PlanError` for non-float dtypes, and for others than bfloat16 and float32 of master weights in halves.
         """
@@ -52,4 +56,4 @@ class MixedPrecision:
                 got=f"compute {compute}, master {master}",
                 fix="compute=torch.bfloat16, or split_master=False",
             )
-        return compute, master, reduce
+        return compute, compute if not trained and param == compute else master, reduce

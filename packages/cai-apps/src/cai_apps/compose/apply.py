@@ -5,20 +5,20 @@ Every transform keeps parameter names, so a checkpoint of one layout is one of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.lora import is_adapter
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import on_one_host, place_weights
+from cai_apps.compose.step_loss import StepLoss
 from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Loss, Workload, on_meta
 from cai_apps.config.sections import RunConfig
@@ -53,7 +53,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
         mesh,
         schedule=config.parallel.pipeline.schedule,
         microbatches=microbatches(config),
-        loss_fn=_divided(loss, scale),
+        loss_fn=(step_loss := StepLoss(loss, workload, scale)),
         grad_sync=weights.sync if samples is None else samples,
         sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
         observers=Observers(on_choice=print if dist.get_rank() == 0 else None),
@@ -61,7 +61,7 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)
-    return Session(config, mesh, model, weights, runner, workload, scale, average, samples)
+    return Session(config, mesh, model, weights, runner, workload, step_loss, scale, average, samples)
 
 
 def _clipped(config: RunConfig, weights: Weights) -> SampleClip | None:
@@ -118,7 +118,8 @@ def rewrite(
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
-        convert_to_fp8(model, scaling="row", cache_weight=config.parallel.zero != 3 and not compiled)
+        cached = config.parallel.zero != 3 and not compiled
+        convert_to_fp8(model, scaling="row", cache_weight=cached, skip=lambda name, _: is_adapter(name))
     tensor = config.parallel.tensor
     parallelize(
         model,
@@ -145,15 +146,6 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
         return tensor.overlap == "on"
     shards_sequence = tensor.sequence and tensor.size > 1 and config.memory.recompute == "none"
     return shards_sequence and device.type == "cuda" and dist.get_backend() == "nccl" and on_one_host()
-
-
-def _divided(loss: Loss, scale: LossScale | None) -> Callable[[Any, tuple[Any, Tensor | float]], Tensor]:
-    def divided(output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
-        expected, total = target
-        partial_loss = loss(output, expected) / total
-        return partial_loss if scale is None else scale.scale(partial_loss)
-
-    return divided
 
 
 def _kernels(config: RunConfig, device: torch.device, compiled: bool) -> tuple[str, ...]:

@@ -1,17 +1,21 @@
 """Low-rank adapters beside frozen layers (Hu et al., "LoRA", arXiv:2106.09685), by the peft library.
 
-A layer W becomes W x + alpha / rank B A x, of which only A and B learn. peft calls the layer's own parameters
-`LAYER.base_layer.weight`, and the others `LAYER.lora_A.default.weight` and `LAYER.lora_B.default.weight`.
+A layer W becomes W x + s B A x, of which only A and B learn; s is alpha / rank, or with stabilized ranks
+(Kalajdzievski, "rsLoRA", arXiv:2312.03732) alpha / sqrt(rank). peft calls the layer's own parameters
+`LAYER.base_layer.weight`, and the others `LAYER.lora_A.default.weight` and `LAYER.lora_B.default.weight`. Modules that
+are trained whole beside them keep their names: peft trains a copy of each, which would be kept twice.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,9 @@ from cai_apps.config.sections import LoRA
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError, did_you_mean
 from cai_mesh.layout import BoxedTensor
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
 FILE = "pytorch_lora_weights.safetensors"
@@ -36,29 +43,35 @@ def need_peft() -> None:
         raise ConfigError("adapters (lora.rank) need peft", fix="pip install 'cai-apps[lora]'")
 
 
-def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str]) -> None:
+def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: Sequence[str] = ()) -> None:
     """Put adapters beside the layers of `targets`, in place, and freeze everything else.
 
     Args:
         model: a model on any device, meta too; B starts at zero.
+        lora: options of the adapters.
         targets: names of layers, or ends of them from a dot on.
+        learned: names of modules that are trained whole, of `learned_modules`.
 
     Raises:
-        ConfigError: a target is no layer of the model, or no linear layer or convolution.
+        ConfigError: a target is no layer of the model, or neither a linear layer nor a convolution.
     """
     from peft import inject_adapter_in_model
 
     check_targets(model, targets)
-    inject_adapter_in_model(_options(lora, targets), model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it sees which layers have it
+        inject_adapter_in_model(peft_options(lora, targets), model)
+    for name in learned:
+        model.get_submodule(name).requires_grad_(True)
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     """Raise the ConfigError of `add_adapters`."""
     named = dict(model.named_modules())
-    layers = {name for name, module in named.items() if isinstance(module, nn.Linear | nn.Conv2d)}
+    layers = {name for name, module in named.items() if is_linear(module) or isinstance(module, nn.Conv2d)}
     ends = {_end(name) for name in layers}
     for target in targets:
-        matches = [name for name in named if name == target or name.endswith(f".{target}")]
+        matches = matching(named, target)
         unsupported = [f"{name} is a {type(named[name]).__name__}" for name in matches if name not in layers]
         if unsupported or not matches:
             raise ConfigError(
@@ -71,22 +84,77 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
             )
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, also of GPT-2's kind, whose weight has the inputs first."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def matching(names: Iterable[str], end: str) -> list[str]:
+    """Return those names that are a name, or end with it from a dot on."""
+    return [name for name in names if name == end or name.endswith(f".{end}")]
+
+
+def learned_modules(model: nn.Module, ends: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the modules that are trained whole beside adapters, none of them in another.
+
+    Args:
+        model: the model without adapters.
+        ends: names of modules, or ends of them from a dot on (`lora.modules_to_save`).
+
+    Raises:
+        ConfigError: there is no such module, or it has no weights.
+    """
+    named = dict(model.named_modules())
+    chosen: set[str] = set()
+    for end in ends:
+        matches = [name for name in matching(named, end) if name]
+        empty = [name for name in matches if next(named[name].parameters(), None) is None]
+        if empty or not matches:
+            raise ConfigError(
+                "lora.modules_to_save names what has no weights"
+                if empty
+                else "lora.modules_to_save names no module",
+                got=f"{end!r}: {empty[0]} is a {type(named[empty[0]]).__name__}" if empty else repr(end),
+                expected='modules by their names or the ends of them, such as "lm_head"',
+                fix=did_you_mean(end, sorted({_end(name) for name in named if name})),
+            )
+        chosen.update(matches)
+    return tuple(sorted(name for name in chosen if not inside(name, chosen - {name})))
+
+
+def inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a module or parameter of that name is one of the modules, or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
 def _end(name: str) -> str:
     """Return the last word of a layer's name, with the one before it where that is a number."""
     words = name.split(".")
     return ".".join(words[-2:]) if words[-1].isdigit() else words[-1]
 
 
-def _options(lora: LoRA, targets: Sequence[str]) -> Any:
+def peft_options(lora: LoRA, targets: Sequence[str]) -> LoraConfig:
+    """Return the options of adapters as peft has them."""
     from peft import LoraConfig
 
     return LoraConfig(
-        r=lora.rank, lora_alpha=alpha_of(lora), target_modules=list(targets), lora_dropout=lora.dropout
+        r=lora.rank,
+        lora_alpha=alpha_of(lora),
+        use_rslora=lora.rank_stabilized,
+        target_modules=list(targets),
+        lora_dropout=lora.dropout,
     )
 
 
 def alpha_of(lora: LoRA) -> int:
     return lora.rank if lora.alpha is None else lora.alpha
+
+
+def scale_of(lora: LoRA) -> float:
+    """Return what the product of an adapter's two matrices is multiplied by."""
+    return alpha_of(lora) / (math.sqrt(lora.rank) if lora.rank_stabilized else lora.rank)
 
 
 def initialize(module: nn.Module, name: str) -> None:
@@ -115,25 +183,28 @@ def plain_name(name: str) -> str | None:
 def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> dict[str, BoxedTensor]:
     """Return the weights that a model without adapters would have, by the names they bear beside adapters. Collective.
 
-    A layer with adapters gives W + alpha / rank B A, in float32 at least.
+    A layer with adapters gives its weight with their product added, in float32 at least.
 
     Args:
-        weights: the adapters' weights by name; a rank may hold parts of some of them.
+        model: the model with its adapters.
+        weights: those that are trained, by name; a rank may hold parts of some of them.
+        lora: options of the adapters.
     """
-    adapters, scale = _whole(weights), alpha_of(lora) / lora.rank
-    merged_weights = {
-        name: boxed for name, boxed in BoxedTensor.of_model(model).items() if not is_adapter(name)
-    }
-    for name, boxed in merged_weights.items():
+    adapters = dict(full_tensors(weights, is_adapter))
+    trained = set().union(*all_gather_object(set(weights), dist.group.WORLD))
+    frozen = {name: boxed for name, boxed in BoxedTensor.of_model(model).items() if name not in trained}
+    joined = {name: boxed for name, boxed in (frozen | dict(weights)).items() if not is_adapter(name)}
+    for name, boxed in joined.items():
         if not name.endswith(BASE):
             continue
         layer, boxed = name.removesuffix(BASE), boxed.present
         dtype = torch.promote_types(boxed.dtype, torch.float32)
-        added = scale * (adapters[layer + B].to(dtype).flatten(1) @ adapters[layer + A].to(dtype).flatten(1))
-        added = added.view(boxed.global_shape)
+        product = adapters[layer + B].to(dtype).flatten(1) @ adapters[layer + A].to(dtype).flatten(1)
+        inputs_first = getattr(model.get_submodule(layer), "fan_in_fan_out", False)
+        added = scale_of(lora) * (product.T if inputs_first else product).reshape(boxed.global_shape)
         pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
-        merged_weights[name] = replace(boxed, pieces=pieces, dtype=dtype)
-    return merged_weights
+        joined[name] = replace(boxed, pieces=pieces, dtype=dtype)
+    return joined
 
 
 def save_adapters(
@@ -146,7 +217,7 @@ def save_adapters(
 ) -> None:
     """Write the adapters into one file, in float32, as `load_lora_weights` of diffusers reads it. Collective.
 
-    Names are those of files on the hub, which other tools know. B has alpha / rank in it, for many tools know no alpha
+    Names are those of files on the hub, which other tools know. B has the scale in it, for many tools know no alpha
     beside these names, and take the rank for it.
 
     Args:
@@ -159,10 +230,10 @@ def save_adapters(
     """
     from safetensors.torch import save_file
 
-    adapters, tensors, metadata = _whole(weights), {}, {}
-    scale = alpha_of(lora) / lora.rank
-    scaled = replace(lora, alpha=lora.rank)
-    options = json.loads(json.dumps(_options(scaled, targets).to_dict(), default=sorted))
+    adapters, tensors, metadata = dict(full_tensors(weights, is_adapter)), {}, {}
+    scale = scale_of(lora)
+    scaled = replace(lora, alpha=lora.rank, rank_stabilized=False)
+    options = json.loads(json.dumps(peft_options(scaled, targets).to_dict(), default=sorted))
     for prefix, part in parts.items():
         part_weights = {name: value for name, value in adapters.items() if name.startswith(prefix)}
         module = model.get_submodule(prefix.removesuffix("."))
@@ -178,42 +249,19 @@ def save_adapters(
         )
 
 
-def save_adapter(
-    directory: Path, weights: Mapping[str, BoxedTensor], lora: LoRA, targets: Sequence[str], *, base: str
-) -> None:
-    """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
+def full_tensors(
+    weights: Mapping[str, BoxedTensor], chosen: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in full, one after the other, on every rank. Collective.
 
     Args:
-        directory: the directory of the files, made where it is not there.
-        weights: the adapters' weights by name; a rank may hold parts of some of them.
-        lora: options of the adapters.
-        targets: names of layers that have adapters, or ends of them.
-        base: the name of the model beside which they stand.
+        weights: this rank's parts by name; a rank may know only some of the names.
+        chosen: whether a tensor of that name is asked for.
     """
-    from safetensors.torch import save_file
-
-    adapters = _whole(weights)
-    if dist.get_rank() == 0:
-        options = _options(lora, targets)
-        options.base_model_name_or_path, options.task_type = base, "CAUSAL_LM"
-        options.inference_mode = True
-        directory.mkdir(parents=True, exist_ok=True)
-        options.save_pretrained(directory)
-        tensors = {
-            f"base_model.model.{name}".replace(".default.", "."): value.float().contiguous()
-            for name, value in adapters.items()
-        }
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-
-
-def _whole(weights: Mapping[str, BoxedTensor]) -> dict[str, Tensor]:
-    """Return the adapters' tensors in full, on every rank; a rank may know only some of their names."""
     world = dist.group.WORLD
-    mine = {name: (boxed.global_shape, boxed.dtype) for name, boxed in weights.items() if is_adapter(name)}
+    mine = {name: (boxed.global_shape, boxed.dtype) for name, boxed in weights.items() if chosen(name)}
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for shapes_of_rank in all_gather_object(mine, world):
         shapes |= shapes_of_rank
-    boxed_weights = {
-        name: weights.get(name, BoxedTensor(*shape, ())) for name, shape in sorted(shapes.items())
-    }
-    return {name: boxed.to_full(world) for name, boxed in boxed_weights.items()}
+    for name, shape in sorted(shapes.items()):
+        yield name, weights.get(name, BoxedTensor(*shape, ())).to_full(world)

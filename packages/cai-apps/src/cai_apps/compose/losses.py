@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from cai_kernels import CrossEntropyParts, cross_entropy_gradient, cross_entropy_parts
+from cai_mesh.comm import all_reduce, gather_from
 from cai_tensor_parallel import ColumnMaths, ShardedLogits, sharded_logits, vocab_parallel_cross_entropy
 
 IGNORED = -100
@@ -92,6 +94,37 @@ class NextTokenLoss:
             maths=self._maths(logits),
         )
         return self.form.summed(loss)
+
+    def correct(self, output: Any, labels: Tensor) -> Tensor:
+        """Return how many labels are the likeliest token at their place, of all samples: a float64 scalar."""
+        target = self.form.own(labels)
+        right = (self.likeliest(output) == target) & (target != IGNORED)
+        return self.form.summed(right.sum(dtype=torch.float64))
+
+    def predicted(self, output: Any) -> Tensor:
+        """Return the likeliest token at each place of all samples, int64 [B, S]."""
+        return gather_from(self.likeliest(output), 0, self.form.samples)
+
+    def likeliest(self, output: Any) -> Tensor:
+        """Return the token with the highest logit at each place of this rank's samples, the first of equal ones.
+
+        Ranks exchange two numbers a place; logits stay as they are.
+        """
+        logits = output.logits
+        if self.form.columns is None:
+            return logits.argmax(-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        if logits.shape[-1]:
+            top, place = logits.max(-1)
+            top, place = top.to(wide), place + self.form.start
+        else:
+            top = logits.new_full(logits.shape[:-1], -math.inf, dtype=wide)
+            place = torch.zeros_like(top, dtype=torch.int64)
+        greatest = top.clone()
+        all_reduce(greatest, self.form.columns, op="max").wait()
+        place = place.masked_fill(top != greatest, torch.iinfo(torch.int64).max)
+        all_reduce(place, self.form.columns, op="min").wait()
+        return place
 
     def _maths(self, logits: Tensor) -> ColumnMaths | None:
         able = self.kernels == "on" or (logits.is_cuda and logits.dtype != torch.float64)

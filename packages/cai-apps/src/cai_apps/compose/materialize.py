@@ -76,6 +76,7 @@ def materialize(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
+    frozen: torch.dtype | None = None,
     pretrained: bool = False,
 ) -> nn.Module:
     """Give a model on the meta device real parameters and buffers, in place; returns the model.
@@ -84,13 +85,16 @@ def materialize(
         model: complete, or split and parallelized; parameters carry their layouts and names.
         initializer: (model) -> a function that fills the parameters and buffers of one of its modules.
         dtype: the parameters' dtype. Buffers keep theirs.
+        frozen: the dtype of those that are not trained; None: the same.
         pretrained: other values are loaded afterwards.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
     Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are, and where it
     looks into layers that are on another stage.
     """
-    values = InitialValues(model, initializer, seed=seed, dtype=dtype, device=device, pretrained=pretrained)
+    values = InitialValues(
+        model, initializer, seed=seed, dtype=dtype, device=device, frozen=frozen, pretrained=pretrained
+    )
     local_params: dict[nn.Parameter, nn.Parameter] = {}
     for group in values.groups:
         for param, full in values.make(group).items():
@@ -121,6 +125,7 @@ class InitialValues:
         model, initializer: as for `materialize`.
         seed: the seed of the random numbers.
         dtype: the dtype of the values.
+        frozen: as for `materialize`.
         device: the device on which they are made, and on which the model's buffers will live.
         pretrained: as for `materialize`.
     """
@@ -133,9 +138,11 @@ class InitialValues:
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
+        frozen: torch.dtype | None = None,
         pretrained: bool = False,
     ):
-        self._seed, self._dtype, self._device, self._pretrained = seed, dtype, device, pretrained
+        self._seed, self._device, self._pretrained = seed, device, pretrained
+        self._dtypes = {True: dtype, False: frozen or dtype}
         self._names = {p: canonical_name(name, p) for name, p in model.named_parameters()}
         self._shapes = {p: layout_of(p).global_shape for p in self._names}
         self._sites = _sites(list(model.modules()))
@@ -176,7 +183,7 @@ class InitialValues:
             module._parameters[key] = param
         for module, key, param in group.sites:
             if param not in full:
-                empty = _unset(self._shapes[param], self._dtype, self._device)
+                empty = _unset(self._shapes[param], self._dtypes[param.requires_grad], self._device)
                 full[param] = nn.Parameter(empty, requires_grad=False)
             module._parameters[key] = full[param]
         for module in group.modules:

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.broken import watched
-from cai_apps.compose.weights import Weights
+from cai_apps.compose.step_loss import Evaluation, StepLoss
+from cai_apps.compose.weights import MODEL, Weights
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
-from cai_mesh.comm import ParallelMesh, coordinate
+from cai_mesh.comm import ParallelMesh, all_reduce, coordinate, group
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
 from cai_zero import LossScale, SampleClip
@@ -43,6 +44,7 @@ class Session:
     weights: Weights
     runner: PipelineRunner
     workload: Workload
+    loss: StepLoss
     scale: LossScale | None = None
     """The scale of the loss, with float16."""
     average: Average | None = None
@@ -101,8 +103,8 @@ class Session:
         it, and the step is taken, as torch takes it; for a tensor, which the caller is to look at later, it is left out
         (the average then takes the old weights in once more). A tensor need not keep the host waiting.
         """
-        for group in self.weights.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+        for param_group in self.weights.optimizer.param_groups:
+            param_group["lr"] = lr * param_group.get("lr_scale", 1.0)
         if self.skips and not math.isfinite(norm):
             self.weights.drop()
         else:
@@ -113,11 +115,33 @@ class Session:
             self.scale.update()
         self.steps += 1
 
-    def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Tensor:
-        """Return the loss of `step`, forward only, in evaluation mode."""
+    def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Evaluation:
+        """Return the loss of `step`, forward only, in evaluation mode, and how many targets are predicted right."""
         self.model.eval()
+        with self.workload.running(), self.loss.counting(self.runner.device) as correct:
+            loss = self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
+        if correct is not None:
+            all_reduce(correct, group(self.mesh, ("pp",))).wait()
+        return Evaluation(loss, correct)
+
+    @torch.no_grad()
+    def predict(self, microbatch: Batch) -> Tensor:
+        """Return the likeliest class at each place of a microbatch, int64, alike on the ranks of a pipeline.
+
+        Args:
+            microbatch: one of the size of those that are trained on, alike on all ranks. Collective.
+        """
+        assert self.workload.predicted is not None
+        self.model.eval()
+        ready = self.workload.ready(microbatch)
         with self.workload.running():
-            return self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
+            output = self.runner.forward(self.workload.inputs(ready))
+        if output is None:
+            predicted = torch.zeros_like(self.workload.target(ready))
+        else:
+            predicted = self.workload.predicted(self.loss.loss, output)
+        all_reduce(predicted, group(self.mesh, ("pp",))).wait()
+        return predicted
 
     def _unscaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale is None else self.scale.unscaled(loss)
@@ -144,10 +168,20 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
 
+        Frozen weights that `Workload.pretrained` reads are left out: it reads them again.
+
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
         scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
-        return self.weights.state() | scale | ({} if self.average is None else self.average.state())
+        average = {} if self.average is None else self.average.state()
+        unchanged = self._unchanged() if self.workload.pretrained is not None else set()
+        state = {name: value for name, value in self.weights.state().items() if name not in unchanged}
+        return state | scale | average
+
+    def _unchanged(self) -> set[str]:
+        """Return what a checkpoint would call frozen weights."""
+        params = self.model.named_parameters()
+        return {f"{MODEL}{canonical_name(name, param)}" for name, param in params if not param.requires_grad}
 
     def loaded(self, values: Mapping[str, Any], step: int) -> None:
         """Take over what a checkpoint holds besides tensors, after those were loaded into `state()`.

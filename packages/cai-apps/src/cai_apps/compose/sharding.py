@@ -52,6 +52,7 @@ def place_weights(
         workload.initializer,
         seed=config.train.seed,
         dtype=precision.master or compute,
+        frozen=compute,
         device=device,
         pretrained=workload.pretrained is not None,
     )
@@ -96,10 +97,12 @@ def _offload(
         seed=config.train.seed,
         dtype=master,
         device=device,
+        frozen=precision.compute,
         pretrained=workload.pretrained is not None,
     )
     for param in model.parameters():
-        param.data = param.data.to(master)  # a meta tensor: only its dtype
+        dtype = master if param.requires_grad else precision.compute
+        param.data = param.data.to(dtype)  # a meta tensor: only its dtype
     memory = config.memory
     _, offloaded = offload(
         model,

@@ -36,12 +36,16 @@ class Workload:
         build: the model, on the device of the context it is called in (meta, mostly).
         inputs: keyword arguments of the model's forward, from a microbatch.
         target: the target of the loss, from a microbatch.
+        correct: (loss, output, target) -> the number of targets that the output predicts, a scalar; None: they are no
+            classes of which one is the likeliest.
+        predicted: (loss, output) -> the class that is the likeliest at each place, of all samples; None likewise.
         ready: the microbatch that both are taken from, made of one on the device (frozen encoders, noise).
         loss: made once the model is cut over the ranks of a mesh.
         example: a microbatch of so many samples, ready, of any values, on the device of the context it is called in.
         initializer: (model) -> a function that fills the parameters and buffers of one of its modules, as
             transformers' `_init_weights` does.
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
+            Checkpoints lack frozen parameters then, which it fills again when a run goes on.
         layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
             run again as a whole in backward where they are recomputed; none is part of another.
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
@@ -57,6 +61,8 @@ class Workload:
     loss: Callable[[nn.Module, DeviceMesh], Loss]
     example: Callable[[int], Batch]
     initializer: Callable[[nn.Module], Callable[[nn.Module], None]]
+    correct: Callable[[Any, Any, Any], Tensor] | None = None
+    predicted: Callable[[Any, Any], Tensor] | None = None
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of

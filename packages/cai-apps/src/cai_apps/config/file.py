@@ -170,8 +170,10 @@ def _checked(value: Any, hint: Any, dotted: str, origin: str) -> Any:
         return value
     if typing.get_origin(hint) is tuple:
         of, plural = typing.get_args(hint)[0], {str: "strings", int: "integers"}
+        if typing.get_origin(of) is Literal and isinstance(value, list | tuple):
+            return tuple(_checked(item, of, dotted, origin) for item in value)
         if not isinstance(value, list | tuple) or not all(type(item) is of for item in value):
-            raise _wrong_value(dotted, value, f"a list of {plural[of]}", origin)
+            raise _wrong_value(dotted, value, f"a list of {plural.get(of, plural[str])}", origin)
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:

@@ -14,6 +14,7 @@ from cai_apps.config.optimizer import Optimizer
 from cai_apps.config.ranges import COUNT, FILLED, NATURAL, PART, SEED, SHARE, Range
 
 DEGREE = Annotated[int, COUNT]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,18 @@ class Log:
     """Run directory; None: runs/<recipe or file name>-<time>."""
     every: Annotated[int, COUNT] = 10
     """Steps between printed lines where the output is not a terminal."""
+    trackers: tuple[Tracker, ...] = ()
+    """Where the first rank writes numbers, texts and the config beside metrics.jsonl, each an extra of cai-apps. They
+    take their own variables of the environment (WANDB_MODE=offline, TRACKIO_DIR). One that fails stops no run."""
+    project: Annotated[str | None, FILLED] = None
+    """Project of wandb and trackio; None: that of WANDB_PROJECT and TRACKIO_PROJECT, or "cai"."""
+    trace: Annotated[str | None, FILLED] = None
+    """Steps whose operators are traced over time, as "10" or "10-12", into traces/ of the run directory."""
+    snapshot: Annotated[str | None, FILLED] = None
+    """Steps, named so, after which a snapshot of a GPU's memory is put into snapshots/; `cai report` shows what was
+    largest when most was taken, with the lines of code. Where memory runs out, any rank leaves one."""
+    trace_ranks: Annotated[tuple[int, ...], NATURAL] = (0,)
+    """Ranks that `trace` and `snapshot` are about."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +197,9 @@ class LoRA:
     rank: Annotated[int, NATURAL] = 0
     """Columns of each adapter; 0: there are none, and all weights are trained."""
     alpha: Annotated[int | None, COUNT] = None
-    """What an adapter adds is scaled by alpha / rank; None: by 1."""
+    """What an adapter adds is scaled by alpha / rank; None: alpha is the rank."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), so that a large rank learns as fast."""
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by their names or the ends of them; empty: of a language model all linear layers of its
     blocks, of a diffusion model the projections of attention."""

@@ -12,6 +12,7 @@ from cai_apps.config.memory import check_memory
 from cai_apps.config.optimizer import check_optimizer
 from cai_apps.config.precision import check_master
 from cai_apps.config.sections import LoRA, LrSchedule, Parallel, Pipeline, RunConfig
+from cai_apps.config.steps import check_traces
 from cai_mesh.comm import MeshSpec, sub_axes
 from cai_mesh.errors import ConfigError, MeshError
 from cai_pipeline.plans import limits_of
@@ -320,7 +321,7 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
         weights: the weights beside which they stand: "random" or "pretrained".
     """
     if not lora.rank:
-        if lora != LoRA():
+        if lora != type(lora)():
             raise ConfigError(
                 "options of adapters, but lora.rank is 0",
                 got=", ".join(
@@ -329,27 +330,20 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
                 fix="set lora.rank, usually to a number from 4 to 64; or leave them out",
             )
         return
-    if config.precision.linear != "compute":
+    tensor = config.parallel.tensor
+    if tensor.size > 1 and tensor.mode != "1d":
         raise ConfigError(
-            "adapters beside layers in 8 bits",
-            got=f'precision.linear = "{config.precision.linear}", lora.rank = {lora.rank}',
-            cause="the products of an adapter are too narrow for them",
-            fix='set precision.linear to "compute"',
+            "adapters beside layers that a grid of ranks cuts",
+            got=f'parallel.tensor.mode = "{tensor.mode}", lora.rank = {lora.rank}',
+            cause="the few features between the layers of an adapter do not divide over a grid",
+            fix='set parallel.tensor.mode to "1d"',
         )
-    if config.parallel.tensor.size > 1:
+    if tensor.size > 1 and lora.dropout:
         raise ConfigError(
-            "adapters beside layers that tensor-parallel ranks cut",
-            got=f"parallel.tensor.size = {config.parallel.tensor.size}, lora.rank = {lora.rank}",
-            cause="what an adapter adds would have to be cut as its layer is",
-            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
-        )
-    if config.parallel.pipeline.size > 1:
-        raise ConfigError(
-            "adapters in pipeline stages",
-            got=f"parallel.pipeline.size = {config.parallel.pipeline.size}, lora.rank = {lora.rank}",
-            expected="parallel.pipeline.size = 1",
-            cause="the small model on which the split is tried has none",
-            fix="raise parallel.shard, with parallel.zero = 3 where memory is short",
+            "adapters that drop inputs, on tensor-parallel ranks",
+            got=f"parallel.tensor.size = {tensor.size}, lora.dropout = {lora.dropout}",
+            cause="each rank would drop other inputs of the same adapter",
+            fix="set lora.dropout to 0, or raise parallel.shard in place of parallel.tensor.size",
         )
     if weights == "random":
         raise ConfigError(
@@ -402,7 +396,7 @@ def check(config: RunConfig) -> None:
     ranges.check(config)
     _check_shard(config)
     hang_limit()
-    if launched():
-        resolve(config, int(os.environ["WORLD_SIZE"]))
-    elif config.parallel.shard != -1:
-        resolve(config, ranks_of(config))
+    if launched() or config.parallel.shard != -1:
+        ranks = int(os.environ["WORLD_SIZE"]) if launched() else ranks_of(config)
+        resolve(config, ranks)
+        check_traces(config, ranks)

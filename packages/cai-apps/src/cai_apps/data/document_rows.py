@@ -112,6 +112,14 @@ class DocumentRows:
         return end
 
 
+def lengths_of(batch: dict[str, Tensor]) -> np.ndarray:
+    """Return the lengths of all documents of a batch, int64; its rows are one each where nothing says of others."""
+    rows, length = batch["input_ids"].shape
+    if "cu_seqlens" not in batch:
+        return np.full(rows, length)
+    return np.diff(batch["cu_seqlens"].numpy().astype(np.int64)).ravel()
+
+
 def split_documents(
     source: Documents, length: int, validation_fraction: float
 ) -> tuple[DocumentRows, DocumentRows | None]:

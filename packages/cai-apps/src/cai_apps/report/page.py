@@ -10,6 +10,8 @@ from string import Template
 
 from cai_apps.report.inline_images import POLICY, picture
 from cai_apps.report.plots import Curve, curve_svg
+from cai_apps.report.probes import snapshots_html, traces_html
+from cai_apps.report.texts import texts_html
 from cai_apps.report.timeline import timeline_svg
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.loop import metrics
@@ -82,8 +84,8 @@ def write_report(run: RunDirectory, output: Path, page_parts: Page) -> Path:
             for name, value in page_parts.summary(records)
         ),
         curves="".join(curve_svg(records, curve) for curve in page_parts.curves),
-        more=page_parts.more(run),
-        charts="".join(charts),
+        more=page_parts.more(run) + texts_html(run),
+        charts="".join(charts) + traces_html(run) + snapshots_html(run),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),
     )
     write_text(output, page)

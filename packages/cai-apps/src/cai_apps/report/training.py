@@ -6,6 +6,13 @@ from cai_apps.report.page import Page
 from cai_apps.report.plots import LOSS, Curve
 from cai_apps.run.loop.metrics import need
 
+VALIDATED = (
+    ("validation_loss", "validation loss", ".4f"),
+    ("validation_perplexity", "validation perplexity", ",.2f"),
+    ("validation_accuracy", "validation accuracy", ".2%"),
+)
+"""Numbers of a validation: their field, their name in the page, and how they are written."""
+
 
 def training_page(unit: str) -> Page:
     """The page of runs whose throughput is counted in `unit`."""
@@ -23,6 +30,7 @@ def training_page(unit: str) -> Page:
             (f"{unit} per second", f"{_mean(later, rate):,.0f}"),
             ("peak memory of a rank", f"{max(r['memory_bytes'] for r in records) / 2**30:.2f} GiB"),
         ]
+        rows += _validated(records)
         if last.get("tflops") is not None:
             rows.append(("TFLOP/s of a rank", f"{_mean(later, 'tflops'):,.1f}"))
         shares = (("mfu", "MFU, causal attention"), ("mfu_full_attention", "MFU, full attention"))
@@ -32,6 +40,17 @@ def training_page(unit: str) -> Page:
 
     curves = (LOSS, Curve("gradient norm", ("grad_norm",)), Curve("learning rate", ("lr",)))
     return Page((*curves, Curve(f"{unit} per second", (rate,))), summary)
+
+
+def _validated(records: list[dict]) -> list[tuple[str, str]]:
+    """Rows about the last validation."""
+    need(records, (), maybe=[key for key, *_ in VALIDATED])
+    last = next((record for record in reversed(records) if "validation_loss" in record), {})
+    return [
+        (f"{name}, step {last['step']:,}", f"{last[key]:{form}}")
+        for key, name, form in VALIDATED
+        if last.get(key) is not None
+    ]
 
 
 def _mean(records: list[dict], key: str) -> float:

@@ -8,7 +8,7 @@ job: a `Workload` (`compose/workload.py`: model and loss, which know no data) wi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,8 +34,10 @@ class Work:
         count: (microbatch) -> its part of the divisor of the summed loss (its target tokens, its images).
         counted: name of what is counted, in messages.
         unit: the unit of throughput.
-        flops: FLOPs of forward and backward for one sample, without recompute, by the name of the share of the
-            device's peak that metrics report; the first is also reported as TFLOP/s.
+        flops: functions of a microbatch on the host that count its FLOPs of forward and backward, without recompute, by
+            the name of the share of the device's peak that metrics report; the first is also reported as TFLOP/s.
+        texts: a function of the session that returns what it has to say after a validation, by the name of each text,
+            such as continuations of prompts. Collective.
         after_step: a function of the session and a step's number, called after the step on every rank. Collective.
         blank: (rows, bool [n]) -> the rows, of which those that are marked have no target: they fill the last batch of
             validation, so that each target counts once.
@@ -47,7 +49,8 @@ class Work:
     count: Callable[[dict[str, Tensor]], int]
     counted: str
     unit: Unit
-    flops: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, Callable[[dict[str, Tensor]], float]] = field(default_factory=dict)
+    texts: Callable[[Session], Mapping[str, str]] | None = None
     after_step: Callable[[Session, int], None] | None = None
     blank: Blank | None = None
 
@@ -74,6 +77,13 @@ class Task(Protocol):
 
     def origin(self, prepared: Any) -> Origin:
         """Return what prepared data are, by content."""
+        ...
+
+    def base(self, config: Any) -> str | None:
+        """Return a digest of the weights that stay as they are beside those that learn; None: all weights learn.
+
+        They are read again by `Workload.pretrained` when a run goes on: checkpoints lack them.
+        """
         ...
 
     def announce(self, config: Any, prepared: Any) -> str:
@@ -107,6 +117,8 @@ class Job:
     """"cpu" or "cuda"."""
     new_data: bool = True
     """Whether a run that goes on may find other data than its checkpoint was trained on."""
+    base: str | None = None
+    """What `task.base` returned."""
 
     @property
     def run(self) -> RunDirectory:
@@ -115,4 +127,4 @@ class Job:
     @property
     def origin(self) -> Origin:
         """What the run learns from, by content."""
-        return self.task.origin(self.prepared)
+        return replace(self.task.origin(self.prepared), base=self.base)

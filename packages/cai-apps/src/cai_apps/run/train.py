@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cai_apps.config.environment import launched
 from cai_apps.config.memory import check_machine
+from cai_apps.config.steps import check_traces
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.fit import RECOMPUTE, UNSHARD, Planner, chosen, is_open, settled
 from cai_apps.run.files.checkpoint import AUTO
@@ -24,6 +25,7 @@ from cai_apps.run.launch.job import join_job, make_job
 from cai_apps.run.launch.rank import start_rank
 from cai_apps.run.launch.shared_errors import said_by_first_rank
 from cai_apps.run.task import Job, Task
+from cai_apps.run.trackers.table import need
 from cai_apps.run.worker import do_job, run_rank
 from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError
@@ -57,6 +59,7 @@ def train(
 def _train_here(
     task: Task, config: Any, label: str, meant: Collection[str] | None, preload: Collection[str]
 ) -> RunDirectory:
+    need(config.log.trackers)
     ranks = None if config.parallel.shard == -1 else mesh_spec(config).world_size
     device, ranks = devices.choose_device(config.train.device, ranks)
     if device == "cpu" and (gpu_count := devices.gpus(config.train.device)):
@@ -64,6 +67,7 @@ def _train_here(
             f"{gpu_count} GPU{'s' * (gpu_count > 1)} of this machine are too few for {ranks} ranks: training on the CPU"
         )
     config = task.resolve(config, ranks)
+    check_traces(config, ranks)
     check_machine(config, device)
     config = settle(task, config, ranks, device)
     run = RunDirectory.of(config, label)
@@ -78,10 +82,12 @@ def _train_here(
 def _train_as_rank(task: Task, config: Any, label: str, meant: Collection[str] | None) -> RunDirectory:
     """Rank 0 names and makes the run directory; the first rank of each machine prepares data while the others wait."""
     with said_by_first_rank():
+        need(config.log.trackers)
         config = restarted(config)
         device, _ = devices.choose_device(config.train.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         ranks = int(os.environ["WORLD_SIZE"])
         config = task.resolve(config, ranks)
+        check_traces(config, ranks)
         check_machine(config, device)
         settled = settle(task, config, ranks, device)
     guard = Guard(RunDirectory.of(config, label) if config.log.directory else None)

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.apply import apply
+from cai_apps.compose.session import Session
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches
 from cai_apps.run.exit_codes import STOPPED
 from cai_apps.run.files import checkpoint, proof
+from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.pipeline_chart import draw_steps
 from cai_apps.run.files.position import Position
 from cai_apps.run.health.last_activity import LastActivity
@@ -24,14 +27,17 @@ from cai_apps.run.health.termination import Guard
 from cai_apps.run.health.user_errors import user_error
 from cai_apps.run.health.watchdog import Watchdog
 from cai_apps.run.launch.rank import start_rank
-from cai_apps.run.loop.metrics import Metrics, MetricsFile
+from cai_apps.run.loop.metrics import Metrics, Records
 from cai_apps.run.loop.placement import PlacementWatch
 from cai_apps.run.loop.progress import open_progress
 from cai_apps.run.loop.training_loop import Loop
+from cai_apps.run.probes.probes import Probes
 from cai_apps.run.task import Job, Work
+from cai_apps.run.trackers.trackers import Trackers
 from cai_mesh import checkpoint as files
 from cai_mesh.comm import DATA_AXES, degree, index
 from cai_mesh.files import remove
+from cai_pipeline import PipelineRunner
 
 STORE_SECONDS = 1.0
 """Seconds to wait when the store does not answer: meanwhile the guard finds that the launcher, whose store it is, has
@@ -58,11 +64,13 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
         SystemExit: a signal stopped the run, or the step after it failed; with 128 and its number.
     """
     guard = guard or Guard(job.run)
+    probes = Probes(job.config.log, job.directory, device)
     try:
-        train(job, device, guard)
+        train(job, device, guard, probes)
     except SystemExit:
         raise
     except BaseException as error:
+        probes.failed(error)
         if isinstance(error, dist.DistNetworkError):
             time.sleep(STORE_SECONDS)
         job.run.record_crash(dist.get_rank(), error)
@@ -70,10 +78,11 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
             leave_unfinished(job, error, guard)
         raise
     finally:
+        probes.close()
         guard.close()
 
 
-def train(job: Job, device: torch.device, guard: Guard) -> None:
+def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
     """Do the whole of a rank's work: session, resume, loop with checkpoints, export."""
     work = job.task.work(job)
     session = apply(job.config, work.workload, device=device)
@@ -84,15 +93,10 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     activity = LastActivity(job.run)
     activity.record(f"step {position.step + 1}")
     guard.watch_ranks(lambda: activity.doing, activity.at_file)
-    session.runner.observers.on_action = lambda action: activity.record_at(
-        "" if action is None else action.phrase
-    )
-    session.runner.observers.on_recorded = lambda ran, simulated: (
-        draw_steps(job.run, ran, simulated) if dist.get_rank() == 0 else None
-    )
+    _observe(session.runner, job.run, activity)
     saver = checkpoint.Saver(session, job.run, job.origin)
     saver.check_final(position)
-    recorder = Recorder(job, position) if dist.get_rank() == 0 else None
+    recorder = Recorder(job, work, position) if dist.get_rank() == 0 else None
     placement = PlacementWatch(session.weights.offloaded, job.run)
     watchdog = Watchdog(job.run, position.step, at=lambda: activity.at)
 
@@ -102,15 +106,19 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
         if recorder:
             recorder.record(metrics)
         with watchdog.paused():
+            probes.after(position.step)
             if checkpoint.is_due(job.config, position, left_out=metrics.left_out, by_clock=loop.due):
                 saver.save(position, required=position.step == job.config.train.steps)
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
         activity.record(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
+        probes.before(position.step + 1)
 
-    loop = Loop(session, work, training, validation, device, on_step, lambda: guard.asked, saver.by_clock)
+    signals, by_clock, paused = (lambda: guard.asked), saver.by_clock, watchdog.paused
+    loop = Loop(session, work, training, validation, device, on_step, signals, by_clock, paused)
     guard.take_signals()
+    probes.before(position.step + 1)
     try:
         position = loop.run(position)
         if loop.stopped and saver.step != position.step:
@@ -127,12 +135,25 @@ def train(job: Job, device: torch.device, guard: Guard) -> None:
     if loop.stopped:
         leave(job, position, loop.stopped, guard)
     activity.record("the export")
+    _export(session, job)
+    guard.close()
+
+
+def _observe(runner: PipelineRunner, run: RunDirectory, activity: LastActivity) -> None:
+    """Have the actions of a pipeline noted, and a step of it drawn."""
+    runner.observers.on_action = lambda action: activity.record_at("" if action is None else action.phrase)
+    runner.observers.on_recorded = lambda ran, simulated: (
+        draw_steps(run, ran, simulated) if dist.get_rank() == 0 else None
+    )
+
+
+def _export(session: Session, job: Job) -> None:
+    """Write the export anew. Collective."""
     if dist.get_rank() == 0:
         remove(job.run.export)  # of a shorter run in the same directory
     dist.barrier()
     job.task.export(session, job)
     dist.barrier()
-    guard.close()
 
 
 def leave(job: Job, position: Position, stopped: int, guard: Guard) -> NoReturn:
@@ -188,18 +209,37 @@ def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, B
 
 
 class Recorder:
-    """Rank 0's view of the run: the metrics file and the display."""
+    """Rank 0's view of the run: its files, the display and the trackers."""
 
-    def __init__(self, job: Job, position: Position):
-        self._file = MetricsFile(job.run.metrics, from_step=position.step)
+    def __init__(self, job: Job, work: Work, position: Position):
+        self._file = Records(job.run.metrics, from_step=position.step)
+        written, step = self._file.before, position.step
+        self._trackers = Trackers(job.config, job.run, step=step, written=written)
+        speaks = work.texts is not None or job.run.texts.exists()
+        self._texts = Records(job.run.texts, from_step=position.step) if speaks else None
         self._progress = open_progress(
             job.config.train.steps, start=position.step, every=job.config.log.every
         )
 
     def record(self, metrics: Metrics) -> None:
-        self._file.write(metrics)
+        record = metrics.record()
+        self._file.write(record)
+        for name, text in metrics.texts.items():
+            assert self._texts is not None
+            self._texts.write({"step": metrics.step, "name": name, "text": text})
         self._progress.update(metrics)
+        self._trackers.record(record, _numbered(metrics.texts))
 
     def close(self) -> None:
         self._file.close()
+        if self._texts is not None:
+            self._texts.close()
         self._progress.close()
+        self._trackers.close()
+
+
+def _numbered(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return texts with what they go on from, by short names."""
+    return {
+        f"samples/{number}": f"{name}\n---\n{text}" for number, (name, text) in enumerate(texts.items(), 1)
+    }

@@ -31,6 +31,7 @@ from cai_apps.config.sections import LoRA
 from cai_apps.data.batches import Batches
 from cai_apps.run.task import Job
 from cai_apps.run.train import train
+from cai_mesh import checkpoint
 from cai_mesh.comm import all_reduce, group
 from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.testing import run_ranks
@@ -54,19 +55,21 @@ CHANGES = {
     "sampling.prompts": [],
 }
 LAYOUTS = {
-    "1 rank": (1, 1, "device"),
-    "1 rank, on the host": (1, 1, "host"),
-    "2 ranks": (2, 3, "device"),
-    "4 ranks": (4, 2, "device"),
+    "1 rank": (1, 1, "device", 1),
+    "1 rank, on the host": (1, 1, "host", 1),
+    "2 ranks": (2, 3, "device", 1),
+    "4 ranks": (4, 2, "device", 1),
+    "2 ranks that share layers": (1, 1, "device", 2),
 }
-"""Ranks, ZeRO stage, residency."""
+"""Data ranks, ZeRO stage, residency, tensor-parallel ranks."""
 BASES = ("sd-v1-tiny", "sd-v2-tiny", "dit-tiny", "sd3-tiny")
 
 
 def config_of(base: Path, recipe: str, ranks: int = 1, zero: int = 1, **more: Any) -> Any:
     places = {"model.name": str(base / recipe), "data.cache": str(base / "cache")}
     layout = {"parallel.shard": ranks, "parallel.zero": zero}
-    return DIFFUSION.resolve(recipes.load(recipe, CHANGES | places | layout | more), ranks)
+    changes = CHANGES | places | layout | more
+    return DIFFUSION.resolve(recipes.load(recipe, changes), ranks * changes.get("parallel.tensor.size", 1))
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +205,11 @@ def expected(base):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_equals_a_plain_loop_over_peft(layout, base, expected, tmp_path):
-    ranks, zero, residency = LAYOUTS[layout]
+    ranks, zero, residency, tensor = LAYOUTS[layout]
     losses, averages = expected
-    more = {"model.text_encoder": "trained"}
+    more = {"model.text_encoder": "trained", "parallel.tensor.size": tensor}
     job = (base, "sd-v1-tiny", ranks, zero, residency, str(tmp_path), more)
-    found = run_ranks(ranks, trained, *job, timeout=240)[0]
+    found = run_ranks(ranks * tensor, trained, *job, timeout=240)[0]
     assert found == pytest.approx(losses, abs=1e-9)
     assert losses[-1] != losses[0]
     written = load_file(tmp_path / "export" / "lora" / FILE)
@@ -250,7 +253,7 @@ def fused_by_diffusers(base: Path, recipe: str, export: Path, home: Path) -> Pat
 
 @pytest.mark.parametrize("recipe", ["sd-v2-tiny", "sd3-tiny"])
 def test_the_export_draws_what_the_base_with_the_adapters_draws(recipe, base, tmp_path):
-    more = {"model.text_encoder": "frozen", "lora.dropout": 0.1}
+    more = {"model.text_encoder": "frozen", "lora.dropout": 0.1, "lora.rank_stabilized": recipe == "sd3-tiny"}
     run_ranks(1, trained, base, recipe, 1, 1, "device", str(tmp_path), more, timeout=240)
     export = tmp_path / "export"
     adapted = fused_by_diffusers(base, recipe, export, tmp_path / "adapted")
@@ -318,14 +321,31 @@ def test_a_dit_whose_blocks_have_their_own_embeddings_is_refused(base, tmp_path)
         check_shared(file.parent)
 
 
+def changed_base(base: Path, target: Path) -> Path:
+    """A copy of a pipeline with another number in its UNet."""
+    shutil.copytree(base / "sd-v1-tiny", target)
+    file = target / "unet" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["conv_in.bias"][0] += 1e-3
+    save_file(weights, file, metadata={"format": "pt"})
+    return target
+
+
 def test_resumes_on_another_layout(base, tmp_path):
-    def run(name: str, steps: int, ranks: int, zero: int) -> dict[str, torch.Tensor]:
+    def run(name: str, steps: int, ranks: int, zero: int, **others: Any) -> dict[str, torch.Tensor]:
         more = {"train.steps": steps, "lr_schedule.decay_steps": 4, "log.directory": str(tmp_path / name)}
-        config = config_of(base, "sd-v1-tiny", ranks, zero, **more)
+        config = config_of(base, "sd-v1-tiny", ranks, zero, **more, **others)
         return load_file(train(DIFFUSION, config, label="lora").export / "lora" / FILE)
 
     whole = run("whole", 4, 1, 1)
     run("parts", 2, 2, 3)
+    names = checkpoint.contents(tmp_path / "parts" / "checkpoints").tensors
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer", "average"}
+    assert all(".lora_" in name for name in names)
+    shutil.copytree(tmp_path / "parts", tmp_path / "beside-another")
+    other = changed_base(base, tmp_path / "base")
+    with pytest.raises(CheckpointError, match="beside another base"):
+        run("beside-another", 4, 1, 0, **{"model.name": str(other)})
     for name, value in run("parts", 4, 1, 0).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7, msg=name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,11 @@ def test_a_fresh_machine_trains_the_base_and_then_the_recipe(short, tmp_path, mo
     assert "trained first" not in capfd.readouterr().out
     adapters = ["--lora.rank", "8", "--log.directory", str(tmp_path / "adapters")]
     assert main([*arguments, "--train.steps", "1", *adapters]) == 0
-    assert (tmp_path / "adapters" / "export" / "adapter" / "adapter_model.safetensors").is_file()
+    options = json.loads((tmp_path / "adapters" / "export" / "adapter_config.json").read_text())
+    assert options["base_model_name_or_path"] == str(directory)
+    assert (
+        main(["generate", str(tmp_path / "adapters"), "--chat", "--prompt", "1 plus 2", "--tokens", "2"]) == 0
+    )
 
 
 def test_another_training_is_another_base_and_a_damaged_one_is_made_anew(short, tmp_path, monkeypatch, capfd):

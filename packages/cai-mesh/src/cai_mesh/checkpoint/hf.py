@@ -67,6 +67,7 @@ def load_hf(
     model: nn.Module,
     directory: str | os.PathLike,
     *,
+    file: str | None = None,
     within: str = "",
     names: Callable[[str], str | None] = _same,
     tensors: Callable[[Mapping[str, Sequence[int]]], Mapping[str, Assembly]] = unchanged,
@@ -77,6 +78,7 @@ def load_hf(
     Buffers of its state dict are filled too where the files hold them.
 
     Args:
+        file: the one file there that is read, whatever it is called; None: the files of a model.
         within: load only parameters whose names begin so; the files have them without it.
         names: the files' name of a parameter of that name; None: they do not have it, and it stays as it is.
         tensors: a function of the shapes of the files' tensors that returns what the model's are made of, by present
@@ -87,7 +89,7 @@ def load_hf(
     with a table of the parameters that are missing or of another shape, before anything is written.
     """
     directory = Path(directory)
-    stored = StoredTensors(directory)
+    stored = StoredTensors(directory, file)
     assemblies = tensors(stored.shapes)
     params = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     targets = _within(_named(params, names), within)

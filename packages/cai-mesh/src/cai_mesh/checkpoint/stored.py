@@ -15,14 +15,18 @@ from cai_mesh.layout.boxes import Box
 
 
 class StoredTensors:
-    """The tensors of those files of a directory that `from_pretrained` would read.
+    """The tensors of those files of a directory that `from_pretrained` would read, or of one file there.
 
     Every header is read and checked; a file is opened when values of it are first asked for.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, file: str | None = None):
         self._directory = directory
-        self._where = weight_files(directory).tensors
+        self._where = (
+            weight_files(directory).tensors
+            if file is None
+            else dict.fromkeys(check_header(directory / file), file)
+        )
         self._open: dict[str, Any] = {}
         headers = {file: check_header(directory / file) for file in sorted(set(self._where.values()))}
         for file, header in headers.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cai_mesh.files.headers import check_header, check_weights, weight_map
+from cai_mesh.files.headers import check_header, check_weights, header_metadata, weight_map
 from cai_mesh.files.paths import (
     DIRECTORY,
     appended,
@@ -26,6 +26,7 @@ __all__ = [
     "check_header",
     "check_weights",
     "folder",
+    "header_metadata",
     "index_name",
     "inside",
     "own_folder",

@@ -58,6 +58,13 @@ def check_header(path: Path, *, error: type[CaiError] = CheckpointError) -> dict
     return table
 
 
+def header_metadata(path: Path) -> dict[str, str]:
+    """Return the texts by name that stand beside the tensors in a header that `check_header` has found sound."""
+    with path.open("rb") as file:
+        table = json.loads(file.read(int.from_bytes(file.read(8), "little"))).get(METADATA)
+    return {str(key): str(value) for key, value in table.items()} if isinstance(table, dict) else {}
+
+
 def weight_map(index: Path, *, error: type[CaiError] = CheckpointError) -> dict[str, str]:
     """Tensor name to file name, as an index of several files has it.
 

@@ -145,7 +145,12 @@ class FlatUnit:
         """Let another tensor of the same values, perhaps in another memory, be the shard."""
         self.shard = shard
         for (start, stop), param in zip(self.ranges, self.kept, strict=True):
-            param.data = shard[start:stop]
+            set_raw_data(param, shard[start:stop])
+
+    def keep_in(self, dtype: torch.dtype) -> None:
+        """Let the shard be of this dtype from now on."""
+        if self.shard.dtype != dtype:
+            self.move_shard(self.shard.to(dtype))
 
     def allocate_storage(self) -> None:
         """Give the unsharded chunk its memory back; its contents are undefined until the caller fills them."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from cai_mesh.adapters import BASE, adapters, scales_rows
 from cai_mesh.errors import PlanError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -91,6 +92,54 @@ class Change:
         )
 
 
+class AdapterChange(Change):
+    """Adapters beside a linear layer, which stays as the class made it."""
+
+    def __str__(self) -> str:
+        return f"adapters of {self.name}"
+
+    def apply(self, model: nn.Module) -> None:
+        """Put adapters of the same rank beside the small layer."""
+        layers = dict(model.named_modules())
+        if self.name not in layers:
+            raise self.refusal(f"the small model has no {self.name}")
+        parent, _, child = self.name.rpartition(".")
+        setattr(layers[parent], child, self._beside(layers[self.name]))
+
+    def _beside(self, layer: nn.Module) -> nn.Module:
+        moved = copy.copy(self.value)
+        moved.__dict__ = dict(self.value.__dict__)
+        moved._modules = dict(self.value._modules) | {BASE: layer}
+        for kind in ("lora_A", "lora_B"):
+            moved._modules[kind] = nn.ModuleDict()
+        for pair in adapters(self.value):
+            up = self.value.get_submodule(pair.up)
+            width_in, width_out = _features(layer, self.value)
+            small_down = nn.Linear(width_in, up.in_features, bias=False)
+            small_up = nn.Linear(up.in_features, width_out, bias=up.bias is not None)
+            for name, small in ((pair.down, small_down), (pair.up, small_up)):
+                kind, _, key = name.partition(".")
+                moved._modules[kind].add_module(key, _filled(small))
+        return moved.train(layer.training)
+
+
+def _features(layer: nn.Module, wrapper: Any) -> tuple[int, int]:
+    """Return the features into a small layer and out of it, whose weight is turned round where the large one's is."""
+    weight = layer.get_parameter("weight")
+    turned = getattr(wrapper, "fan_in_fan_out", False)
+    rows, columns = weight.shape
+    return (rows, columns) if turned else (columns, rows)
+
+
+def _filled(layer: nn.Linear) -> nn.Linear:
+    """Return the layer with values that are the same at every call."""
+    with torch.no_grad():
+        for param in layer.parameters():
+            values = torch.linspace(-0.3, 0.3, param.numel(), dtype=torch.float64).sin()
+            param.data = values.roll(param.shape[-1] // 2).view(param.shape).to(param.device)
+    return layer
+
+
 def changes_of(model: nn.Module) -> tuple[Change, ...]:
     """Return the differences of a model from what its class makes of its config, those that can be rebuilt.
 
@@ -104,12 +153,28 @@ def changes_of(model: nn.Module) -> tuple[Change, ...]:
         inside = any(name.startswith(prefix + ".") for prefix in replaced)
         if name not in plain_modules or _is_ours(type(module)) or inside:
             continue
-        if type_before_parametrizations(module) is not type_before_parametrizations(plain_modules[name]):
+        if adapters(module):
+            replaced.append(name)
+            changes.append(_adapters(name, module, plain_modules[name]))
+        elif type_before_parametrizations(module) is not type_before_parametrizations(plain_modules[name]):
             replaced.append(name)
             changes.append(_exchange(name, module, plain_modules[name]))
         else:
             changes += _differences(name, module, plain_modules[name])
     return tuple(changes)
+
+
+def _adapters(name: str, module: nn.Module, plain: nn.Module) -> Change:
+    change = AdapterChange(name, "", module)
+    layer = module.get_submodule(BASE)
+    if type(layer) is not type(plain) and not _is_ours(type(layer)):
+        raise change.refusal(f"beside {type(layer).__name__} in place of {type(plain).__name__}")
+    layers = [module.get_submodule(name) for pair in adapters(module) for name in (pair.down, pair.up)]
+    if not all(isinstance(layer, nn.Linear) for layer in layers):
+        raise change.refusal(f"beside {type(layer).__name__}, which is no linear layer")
+    if scales_rows(module):
+        raise change.refusal("a length for every row of the weight (DoRA)")
+    return change
 
 
 def _exchange(name: str, module: nn.Module, plain: nn.Module) -> Change:

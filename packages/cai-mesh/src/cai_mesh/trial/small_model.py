@@ -19,7 +19,7 @@ from torch import nn
 from cai_mesh.attention import NAME as ROUTED
 from cai_mesh.errors import PlanError
 from cai_mesh.trial.inputs import documents, encoder_states, forms_of, parts_of, small_inputs
-from cai_mesh.trial.instance import Change, changes_of
+from cai_mesh.trial.instance import AdapterChange, Change, changes_of
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,11 @@ class SmallModel:
         for change in self.changes:
             change.apply(model)
         return model
+
+    def without_adapters(self) -> SmallModel:
+        """The same without adapters beside its layers."""
+        kept = tuple(change for change in self.changes if not isinstance(change, AdapterChange))
+        return replace(self, changes=kept)
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss that the model computes from its labels; without labels one that depends on all it returns."""

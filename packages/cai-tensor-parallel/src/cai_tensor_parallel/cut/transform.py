@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.adapters import adapters
 from cai_mesh.errors import PlanError, did_you_mean
 from cai_mesh.layout import Replicate, keep_attached
+from cai_tensor_parallel.cut.adapted import ROWS, inner_layers
 from cai_tensor_parallel.cut.arguments import cut_arguments
 from cai_tensor_parallel.cut.entry import base_of, cut_samples
 from cai_tensor_parallel.cut.heads import informed, regroup, uneven_attentions
@@ -27,6 +29,7 @@ from cai_tensor_parallel.modes.grid import unsharded
 from cai_tensor_parallel.modes.head_runs import own_heads
 from cai_tensor_parallel.modes.reading import watch_readers
 from cai_tensor_parallel.modes.sequence import Places, Sequence, cut_sequence, survey
+from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.vocab import gather_logits
 from cai_tensor_parallel.plans.matching import match
 from cai_tensor_parallel.plans.plan import HOLDERS, Plan, Role
@@ -105,17 +108,43 @@ class Cut:
             _share_inputs(model, roles, context, survey(model, roles) if self.sequence else None)
         for name, role in sorted(roles.items(), key=lambda item: not item[1].parameter):
             name = name.removesuffix("." + role.parameter) if role.parameter else name
+            if adapters(model.get_submodule(name)) and not role.kind.startswith("replicated"):
+                self._cut_adapted(model, name, role, context)
+                continue
             for module_name, module in _with_parameters(name, model.get_submodule(name), role):
                 context.module_name = module_name
-                MODES[self.mode](module, role, context)
-                if role.kind == "vocab_head" and context.sharded_logits:
-                    cut_loss(model, module, context)
+                self._cut_module(model, module, role, context)
         regroup(model, roles, self.degree(ranks))
         self._draw(model, roles, context)
         _check_sharing(model, cutter)
         cut_arguments(model, plan, ranks.group(self.features))
         _divide_attributes(model, plan, ranks.group(self.features), uneven)
         keep_attached(model)
+
+    def _cut_module(self, model: nn.Module, module: nn.Module, role: Role, context: ModeContext) -> None:
+        MODES[self.mode](module, role, context)
+        if role.kind == "vocab_head" and context.sharded_logits:
+            cut_loss(model, module, context)
+
+    def _cut_adapted(self, model: nn.Module, name: str, role: Role, context: ModeContext) -> None:
+        """Cut a layer with adapters: the layer by its own role, each adapter by what is beside it."""
+        if self.mode != "1d":
+            raise PlanError(
+                f"mode {self.mode} cuts no layers with adapters",
+                got=name,
+                fix='mode="1d", or merge the adapters first',
+            )
+        base, *pairs = inner_layers(name, model.get_submodule(name), role)
+        context.module_name = name  # by which it shares what it reads with others
+        self._cut_module(model, model.get_submodule(base.name), role, context)
+        narrow = replace(context, overlap=False)
+        for layer in pairs:
+            module = model.get_submodule(layer.name)
+            narrow.module_name = name if role.kind in ROWS else layer.name
+            if layer.cut:
+                MODES[self.mode](module, role, narrow)
+            elif layer.reads_parts and context.sequence is not None and name not in context.enclosed:
+                sum_gradients(module, context.group)
 
     def _draw(self, model: nn.Module, roles: dict[str, Role], context: ModeContext) -> None:
         """Let dropout draw different numbers where ranks hold different parts."""
@@ -150,7 +179,7 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
     """The module itself, or, where a role is for whatever is inside, the parts of it that have parameters.
 
     None of a module without any: it stands for one of another pipeline stage. Raises `PlanError` for one that should
-    be cut and has its parameters in parts of it, as a layer with an adapter has.
+    be cut and has its parameters in parts of it.
     """
     if role.kind in (*HOLDERS, "moe_identity_expert") or any(True for _ in module.parameters(recurse=False)):
         return [(name, module)]
@@ -162,7 +191,7 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
             f"{name} cannot be cut as {role.kind}",
             got=f"{type(module).__name__}, whose parameters are in {', '.join(inside)}",
             expected="a layer with a weight of its own",
-            cause="a layer that is wrapped (an adapter) or whose weight is computed (a parametrization)",
+            cause="a layer that is wrapped, or whose weight is computed (a parametrization)",
             fix="merge what wraps it, or pass a plan that leaves it and its pair whole",
         )
     return []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from cai_mesh.adapters import BASE, base_layer
 from cai_mesh.layout import canonical_name
 
 ENDS = {
@@ -16,14 +17,17 @@ ENDS = {
 
 
 def vocabulary_ends(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """("get_input_embeddings" or "get_output_embeddings", module) of the ends that a model has."""
+    """("get_input_embeddings" or "get_output_embeddings", module) of the ends that a model has.
+
+    Of an end with adapters it is the layer beside which they stand.
+    """
     for getter in ENDS:
         try:
             module = getattr(model, getter, lambda: None)()
         except RuntimeError:  # a class of transformers without such an end
             continue
         if isinstance(module, nn.Module):
-            yield getter, module
+            yield getter, base_layer(module)
 
 
 def vocabulary_roles(model: nn.Module) -> dict[str, str]:
@@ -44,6 +48,7 @@ def vocabulary_roles(model: nn.Module) -> dict[str, str]:
         if class_fits and all(isinstance(m, nn.Embedding | nn.Linear) for m in tied):
             for name, module in owners:
                 if any(module is member for member in tied):
+                    name = name.removesuffix(f".{BASE}")
                     roles[name] = "vocab_embedding" if isinstance(module, nn.Embedding) else "vocab_head"
     return roles
 

@@ -38,6 +38,7 @@ def plan_from_structure(model: nn.Module) -> Plan | None:
     `PlanError` where no small model can be made.
     """
     trial = trial_of(model, labelled=True)
+    trial = None if trial is None else trial.without_adapters()  # they are cut as what they stand beside
     search = searched.__wrapped__ if trial is not None and trial.changes else searched
     by_pattern = None if trial is None else search(trial)
     if by_pattern is None:

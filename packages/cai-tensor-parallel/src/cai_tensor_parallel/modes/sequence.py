@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cai_mesh.adapters import adapters, base_layer
 from cai_mesh.comm import Members
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import TRANSPOSED, Readers, own_products
@@ -171,11 +172,13 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     cut_places = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
     enclosed |= {name for name in mixers if not _is_below(name, cut_places | enclosed)}
     places = {_gathering(model, name, roles) for name in inward if not _is_below(name, enclosed)}
+    beside = _inside_adapted(model, roles)
     streams = [
         name
         for name, module in model.named_modules()
         if name.startswith(within)
         and _holds(module)
+        and name not in beside
         and _is_whole(name, roles)
         and roles.get(name, Role("")).kind not in ALIKE
         and not _is_below(name, places | enclosed)
@@ -242,6 +245,7 @@ def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
         if any(_is_below(role_name, [below]) and parts(role_name) for role_name in roles):
             mixers |= _mixers(model, below, roles) if below not in roles else set()
         elif next(module.parameters(), None) is not None:
+            module = base_layer(module)
             leaf = not any(next(child.parameters(), None) is not None for child in module.children())
             by_position = leaf and (isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower())
             mixers |= set() if by_position else {below}
@@ -250,6 +254,13 @@ def _mixers(model: nn.Module, name: str, roles: dict[str, Role]) -> set[str]:
 
 def _holds(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
+
+
+def _inside_adapted(model: nn.Module, roles: dict[str, Role]) -> set[str]:
+    """Return the layers inside those with adapters that are cut, who see to them by themselves."""
+    cut = [name for name, role in roles.items() if not role.parameter and not _is_whole(name, roles)]
+    adapted = [name for name in cut if adapters(model.get_submodule(name))]
+    return {f"{name}.{inner}" for name in adapted for inner, _ in model.get_submodule(name).named_modules()}
 
 
 def _is_whole(name: str, roles: dict[str, Role]) -> bool:

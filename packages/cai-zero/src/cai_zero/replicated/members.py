@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import check_no_gradients, raw_grad
 from cai_mesh.storage import check_parameters
@@ -24,12 +26,13 @@ class Members:
     Args:
         inner: the optimizer. Its groups hold pieces from the first `take` on.
         model: the module that owns the parameters; None: they have no names.
+        mesh: the mesh; a model that is one of several pipeline stages may have nothing to train.
 
     Raises `PlanError` for an optimizer that has state, for a parameter that is there twice or that the model does not
     have, and where nothing is to be trained.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module | None):
+    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module | None, mesh: AnyMesh | None):
         self._inner, self._model = inner, model
         self._group_params: list[list[nn.Parameter]] = []
         self._names: list[list[str] | None] = []
@@ -45,7 +48,8 @@ class Members:
             )
         for group in inner.param_groups:
             self._add(group)
-        if not any(param.requires_grad for param in self.params):
+        trains = any(param.requires_grad for param in self.params)
+        if not trains and (model is None or not _has_stages(mesh)):
             raise PlanError("the optimizer has no trainable parameter")
         check_no_gradients(param for param in self.params if param.requires_grad)
 
@@ -53,6 +57,13 @@ class Members:
     def params(self) -> list[nn.Parameter]:
         """All of them, in the order of the groups."""
         return [param for group in self._group_params for param in group]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of what is trained; where nothing is, that of the model."""
+        trained = (param for param in self.params if param.requires_grad)
+        others = () if self._model is None else self._model.parameters()
+        return next(itertools.chain(trained, others)).device
 
     @property
     def by_group(self) -> list[list[nn.Parameter]]:
@@ -135,3 +146,8 @@ def _check_owned(params: Sequence[torch.Tensor], model: nn.Module) -> None:
             cause="the optimizer was built on another model, or before a transform replaced its parameters",
             fix="build the optimizer on model.parameters() after every other transform",
         )
+
+
+def _has_stages(mesh: AnyMesh | None) -> bool:
+    ranks = None if mesh is None else ParallelMesh.of(mesh, alone="dp_shard")
+    return ranks is not None and ranks.has("pp") and ranks.degree("pp") > 1

@@ -77,8 +77,8 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         self.defaults = inner.defaults
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._patch_step_function()
-        self._members, self._model, self._precision = Members(inner, model), model, precision
-        device = next(p for p in self._members.params if p.requires_grad).device
+        self._members, self._model, self._precision = Members(inner, model, mesh), model, precision
+        device = self._members.device
         check_device(device, wanted=copy_engines)
         specs = {reduce_of(p) for p in self._members.params}
         self._ranks = RankTable(mesh, specs, sharded=stage > 0)
@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
             model.register_state_dict_pre_hook(lambda *_: self.wait_gathered())
             model.register_state_dict_post_hook(lambda *call: self._separate(*call))
             model.register_load_state_dict_pre_hook(lambda *_: self._await_writes())
-        self.admit()
+        self._take(self._members.units())
         show_others(self, self._members.waiting, self._model, self._ranks)
 
     def admit(self) -> None:
@@ -105,8 +105,11 @@ class ShardedOptimizer(torch.optim.Optimizer, LifecycleListener):
         Collective where there is any; all ranks unfreeze alike.
         """
         units = self._members.units()
-        if not units:
-            return
+        if units:
+            self._take(units)
+
+    def _take(self, units: Units) -> None:
+        """Take units into chunks; at first there may be none, of a pipeline stage where nothing is trained."""
         new_chunks = build_chunks(
             self._members.groups,
             units,

@@ -79,8 +79,8 @@ class StepGradients(LifecycleListener):
         return [chunk for chunk in self._chunks if chunk.gradients.reducible.tied]
 
     def chunks_of(self, unit: nn.Module) -> Sequence[Chunk]:
-        """The chunks that have parameters of a unit."""
-        return self._chunks_of[unit]
+        """The chunks that have parameters of a unit; none of a pipeline stage where nothing is trained."""
+        return self._chunks_of.get(unit, ())
 
     def make_room(self) -> None:
         """Wait until another buffer may take memory."""
@@ -108,7 +108,7 @@ class StepGradients(LifecycleListener):
                 self._ranks.turns.take(f"backward {self._backwards} of a step")
 
     def grads_ready(self, unit: nn.Module) -> None:
-        for chunk in self._chunks_of[unit]:
+        for chunk in self.chunks_of(unit):
             if chunk.gradients.end_unit(unit):
                 chunk.gradients.collect()
                 self._reducer.ready(chunk)

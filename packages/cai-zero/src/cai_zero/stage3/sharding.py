@@ -180,7 +180,8 @@ class ModuleSharding:
         return [self._part(members, spec) for (_, _, spec), members in kinds.items()]
 
     def _part(self, members: list[tuple[str, nn.Parameter]], spec: ReduceSpec) -> Part:
-        compute, master, _ = self._options.precision.resolve(members[0][1].dtype)
+        dtype, trained = members[0][1].dtype, members[0][1].requires_grad
+        compute, master, _ = self._options.precision.resolve(dtype, trained=trained)
         ranks = self.ranks.of(spec)
         unit = FlatUnit(
             self._root,
@@ -192,20 +193,19 @@ class ModuleSharding:
             place=self._options.residency.place,
             fill=lambda chunk, full: fill(chunk, full, members, self._options.materialize),
         )
-        stored = StoredShard(unit, self._device, None)
-        part = Part(unit, spec, stored, self._gather_group(ranks.shard), None)
-        if members[0][1].requires_grad:
+        part = Part(unit, spec, StoredShard(unit, self._device, None), self._gather_group(ranks.shard), None)
+        if trained:
             self._train(part)
-        else:
-            part.still = list(range(len(members)))
+        part.still = [] if trained else list(range(len(members)))
         return part
 
     def _train(self, part: Part) -> None:
         """Make what the gradients of a part need."""
-        unit, make_room = part.unit, self._reducer.make_room
-        _, _, reduce = self._options.precision.resolve(unit.unsharded.dtype)
-        part.stored.gradients = reduce
-        buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=make_room)
+        unit = part.unit
+        _, master, reduce = self._options.precision.resolve(unit.unsharded.dtype)
+        unit.keep_in(master)  # it may have been frozen until now
+        part.stored.gradients, room = reduce, self._reducer.make_room
+        buffer = GradBuffer(unit.chunk, unit.used, reduce, self._device, before_open=room)
         direct_linears(self._root, [*unit.kept, *unit.used])
         keep = functools.partial(self._options.residency.keep_gradient, part.stored)
         part.stored.unreduced, part.stored.complete = buffer, _completing(self)

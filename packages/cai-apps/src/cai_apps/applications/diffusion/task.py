@@ -13,9 +13,11 @@ from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
 from cai_apps.applications.diffusion.data.sources import left_out
+from cai_apps.applications.diffusion.model.denoiser import parts
 from cai_apps.applications.diffusion.model.design import LABELS, load_design
 from cai_apps.applications.diffusion.model.export import export
-from cai_apps.applications.diffusion.model.tensor_parallel import share_of
+from cai_apps.applications.diffusion.model.loading import weights_digest
+from cai_apps.applications.diffusion.model.tensor_parallel import share_of, trains_text
 from cai_apps.applications.diffusion.sampling.gallery import (
     PICTURES,
     draw_at_the_end,
@@ -65,6 +67,13 @@ class DiffusionTask:
         tokenizer = {} if prepared.vocabulary is None else {"tokenizer": prepared.vocabulary}
         return Origin(tokenizer | classes, prepared.content, f"{prepared.images:,} images")
 
+    def base(self, config: Config) -> str | None:
+        design = load_design(config.model.name)
+        if not config.lora.rank or design.directory is None:
+            return None
+        folders = parts(design, train_text=trains_text(config, design)).values()
+        return weights_digest(design.directory, [*folders], config.data.cache)
+
     def announce(self, config: Config, prepared: Prepared) -> str:
         share = share_of(config, load_design(config.model.name))
         sources = (config.data.source, *([config.prior.source] if config.prior.images else []))
@@ -96,6 +105,7 @@ class DiffusionTask:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
         )
+        per_image = image_flops(config, design)
         return Work(
             workload(config, design, device),
             training,
@@ -104,7 +114,7 @@ class DiffusionTask:
             counted="images",
             unit=Unit("images"),
             blank=mark,
-            flops={"mfu_full_attention": image_flops(config, design)},
+            flops={"mfu_full_attention": lambda batch: per_image * len(batch["u"])},
             after_step=lambda session, step: draw_on_the_way(session, job, design, step),
         )
 

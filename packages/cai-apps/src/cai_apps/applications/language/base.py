@@ -66,6 +66,12 @@ def weights_directory(config: Config) -> Path:
     return open_or_make(cache, key, train)
 
 
+def base_name(config: Config) -> str:
+    """Return the name by which other programs find the model of a config's pretrained weights: a path, or a hub id."""
+    directory = weights_directory(config) if is_base(config) else Path(config.model.name).expanduser()
+    return str(directory.absolute()) if directory.is_dir() else config.model.name
+
+
 def _train(name: str, training: Path, tokenizer: Path, run: Path, cache: str) -> None:
     """Run the training of a base in a process of its own, which ends with this one; its steps are shown."""
     changes = {"data.tokenizer": tokenizer, "data.cache": cache, "log.directory": run}

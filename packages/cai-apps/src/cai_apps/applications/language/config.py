@@ -23,9 +23,21 @@ class Model:
 
 
 @dataclass(frozen=True)
+class LoRA(sections.LoRA):
+    modules_to_save: Annotated[tuple[str, ...], FILLED] = ()
+    """Modules that are trained whole beside the adapters, and kept in their file, by their names or the ends of them:
+    "lm_head", "embed_tokens", "norm"."""
+    adapter: Annotated[str | None, FILLED] = None
+    """Folder of an adapter, as peft writes it, that training goes on from; rank, alpha and layers are its own."""
+
+
+@dataclass(frozen=True)
 class Log(sections.Log):
     sample_tokens: Annotated[int, NATURAL] = 64
-    """Length of the text generated from the export at the end; 0: none."""
+    """Length of the text generated from the export at the end, and of those after `prompts`; 0: none."""
+    prompts: tuple[str, ...] = ()
+    """Texts that the model goes on with after each validation, by its likeliest tokens, on every layout; of
+    conversations, messages of a user that it answers. They are in `cai report`, texts.jsonl and trackers."""
 
 
 @dataclass(frozen=True)
@@ -33,5 +45,5 @@ class Config(sections.RunConfig):
     application: Literal["language"] = "language"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    lora: sections.LoRA = field(default_factory=sections.LoRA)
+    lora: LoRA = field(default_factory=LoRA)
     log: Log = field(default_factory=Log)

@@ -7,15 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter
+from cai_apps.compose.lora import add_adapters, learned_modules, need_peft
+from cai_apps.compose.models import pretrained_directory
+from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
+from cai_apps.config.sections import LoRA
 from cai_apps.data.chat.messages import USER, Conversation, Message
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
+from cai_apps.data.content import digest_of_weights
 from cai_apps.data.prepare import check_ids
+from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.files import check_weights, weight_files
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerFast
 
 COLDEST = 1e-3
@@ -37,11 +45,62 @@ class Drawing:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Place:
+    """The directories of what generates.
+
+    Args:
+        model: an HF model directory.
+        adapter: a folder of peft with an adapter for it; None: it has none.
+    """
+
+    model: Path
+    adapter: Path | None = None
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of the tokenizer: an adapter may have been trained with another than its base's."""
+        has_own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return self.adapter if has_own and self.adapter is not None else self.model
+
+
+def place_of(directory: Path, adapter: Path | None = None) -> Place:
+    """Return the model of a directory; of one with an adapter alone its base, by the name that the adapter has for it.
+
+    Args:
+        directory: an export, another HF model directory, or a folder of peft.
+        adapter: a folder of peft with an adapter for the model.
+
+    Raises:
+        ConfigError: there is neither a model nor an adapter, or there are two adapters, or the base is not there.
+    """
+    if (directory / "config.json").is_file():
+        return Place(directory, adapter)
+    if not is_adapter_folder(directory):
+        raise ConfigError(
+            f"not an HF model directory: {directory}", expected="the directory of an export, or of an adapter"
+        )
+    if adapter is not None:
+        raise ConfigError(
+            f"{directory} is an adapter itself",
+            got=f"--adapter {adapter}",
+            fix="name the base, or leave --adapter out",
+        )
+    base = read_adapter(directory).base
+    if not base:
+        raise ConfigError(
+            f"the adapter at {directory} does not say beside which model it was trained",
+            fix="cai generate MODEL --adapter " + str(directory),
+        )
+    return Place(pretrained_directory(base), directory)
+
+
 def generate(
     directory: Path,
     prompt: str = "def ",
     drawing: Drawing = Drawing(),
     *,
+    adapter: Path | None = None,
     special_tokens: SpecialTokens = "text",
     chat: bool = False,
 ) -> str:
@@ -51,30 +110,31 @@ def generate(
     written in it are text, or parsed.
 
     Args:
-        directory: an export, or another HF model directory.
+        directory: an export, another HF model directory, or a folder of peft with an adapter.
         prompt: the text to go on with; with `chat` a user's message, which the tokenizer's template writes.
         drawing: the way in which tokens are drawn.
+        adapter: a folder of peft with an adapter for the model.
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
 
     Raises:
-        ConfigError: `directory` is not an HF model directory with a tokenizer and safetensors.
+        ConfigError: `directory` is not an HF model directory with a tokenizer and safetensors, or the adapter is of
+            another model.
         DataError: the tokenizer has ids that the model has no row for.
         CheckpointError: an index names files outside it, or the header of a file is not sound.
     """
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"not an HF model directory: {directory}", expected="the directory of an export")
-    tokenizer = load_tokenizer(directory)
+    place = place_of(directory, adapter)
+    tokenizer = load_tokenizer(place.tokenizer)
     if not chat:
         ids = prompt_ids(tokenizer, prompt, special_tokens)
-        return continued(directory, tokenizer, ids if prompt else [], drawing)
+        return continued(place, tokenizer, ids if prompt else [], drawing)
     conversation = Conversation((Message(USER, prompt),))
     ids = Renderer(tokenizer, load_template(tokenizer, None)).question(conversation)
-    return continued(directory, tokenizer, ids, drawing, only_new=True)
+    return continued(place, tokenizer, ids, drawing, only_new=True)
 
 
 def continued(
-    directory: Path,
+    place: Place,
     tokenizer: PreTrainedTokenizerFast,
     prompt: Sequence[int],
     drawing: Drawing,
@@ -91,7 +151,7 @@ def continued(
     if not prompt:
         raise ConfigError("the prompt is empty", expected="text of one token at least")
     ids, length = torch.tensor([prompt]), len(prompt)
-    model = _model(directory)
+    model = _model(place)
     check_ids(ids.numpy(), model.get_input_embeddings().num_embeddings)
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < length + drawing.tokens:
@@ -108,7 +168,7 @@ def continued(
     with torch.inference_mode():
         if not model(input_ids=ids).logits.isfinite().all():
             raise CheckpointError(
-                f"what the model of {directory} predicts is not finite",
+                f"what the model of {place.adapter or place.model} predicts is not finite",
                 cause="its weights are damaged, or it was trained too fast",
                 fix="export an earlier checkpoint",
             )
@@ -117,10 +177,13 @@ def continued(
     return str(tokenizer.decode(ids[0, length if only_new else 0 :], skip_special_tokens=True))
 
 
-def _model(directory: Path) -> Any:
-    """The causal language model of a directory, whose files are sound and lack nothing."""
+def _model(place: Place) -> Any:
+    """The causal language model of a place, whose files are sound and lack nothing."""
     from transformers import AutoModelForCausalLM
 
+    directory, adapter = place.model, None if place.adapter is None else read_adapter(place.adapter)
+    if adapter is not None:
+        need_peft()
     check_weights(directory)
     weight_files(directory, error=ConfigError)
     try:
@@ -141,4 +204,18 @@ def _model(directory: Path) -> Any:
             cause="they would be random numbers",
             fix="export or download it again",
         )
+    if adapter is not None:
+        _adapt(model, adapter, directory)
     return model
+
+
+def _adapt(model: nn.Module, adapter: Adapter, base: Path) -> None:
+    """Put an adapter into a model, in place."""
+    digest = None
+    if adapter.base_digest is not None:
+        digest = digest_of_weights({"": base}, Data().cache)
+    check_base(adapter, str(base), digest)
+    lora = LoRA(rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized)
+    add_adapters(model, lora, adapter.targets, learned_modules(model, adapter.modules))
+    check_adapter(adapter, model)
+    load_adapter(model, adapter.directory)

@@ -13,7 +13,15 @@ from cai_apps.applications.language.noise import EmbeddingNoise, embedding_of
 from cai_apps.compose import models
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.documents import document_rule
-from cai_apps.compose.lora import add_adapters, initialize, is_adapter
+from cai_apps.compose.lora import (
+    add_adapters,
+    initialize,
+    inside,
+    is_adapter,
+    is_linear,
+    learned_modules,
+    matching,
+)
 from cai_mesh.attention import route_attention
 from cai_mesh.errors import ConfigError
 
@@ -25,7 +33,8 @@ def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
     """Return the model of a config, on the device of the context.
 
     Raises:
-        ConfigError: adapters are asked for beside layers that can have none, or noise on embeddings that it lacks.
+        ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there; or noise
+            on embeddings that it lacks.
     """
     built = models.causal_model(model)
     if config.model.neftune_alpha:
@@ -33,7 +42,9 @@ def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
     if config.data.boundaries == "keep":
         route_attention(built, document_rule)
     if config.lora.rank:
-        add_adapters(built, config.lora, targets(built, config))
+        add_adapters(
+            built, config.lora, targets(built, config), learned_modules(built, config.lora.modules_to_save)
+        )
     return built
 
 
@@ -44,19 +55,31 @@ def on_meta(config: Config, model: PretrainedConfig) -> PreTrainedModel:
 
 
 def targets(model: nn.Module, config: Config) -> tuple[str, ...]:
-    """Return the layers with adapters: those that are asked for, or all linear layers of the blocks.
+    """Return the layers with adapters: those that are asked for, or the linear layers of the blocks.
 
     Args:
         model: the model without adapters.
         config: the config, whose `lora.targets` are names or ends of names.
+
+    Raises:
+        ConfigError: there are none, or one of them is to be trained whole.
     """
+    learned = learned_modules(model, config.lora.modules_to_save)
+    named = dict(model.named_modules())
     if config.lora.targets:
+        for target in config.lora.targets:
+            if twice := [name for name in matching(named, target) if inside(name, learned)]:
+                raise ConfigError(
+                    "a layer has an adapter and is trained whole",
+                    got=f"{twice[0]}, of lora.targets and of lora.modules_to_save",
+                    fix="leave it out of one of them",
+                )
         return config.lora.targets
     inner = {id(module) for block in blocks_of(model) for module in block.modules()}
     names = [
         name
-        for name, module in model.named_modules()
-        if id(module) in inner and isinstance(module, nn.Linear)
+        for name, module in named.items()
+        if id(module) in inner and is_linear(module) and not inside(name, learned)
     ]
     if not names:
         raise ConfigError(

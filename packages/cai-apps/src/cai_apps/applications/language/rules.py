@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from cai_apps.applications.language.config import Config
 from cai_apps.compose.models import read_model_config
 from cai_apps.config import validation
+from cai_apps.config.adapters import read_adapter
 from cai_apps.config.ranges import NATURAL, POSITIVE, SHARE, Range
 from cai_mesh.errors import ConfigError
 
@@ -25,10 +27,39 @@ NAMES = {
 def check(config: Config) -> None:
     """Raises CaiError for what can be told of a config before anything is loaded. Downloads a hub id's config.json."""
     validation.check(config)
+    config = with_adapter(config)
     check_settings(config)
     table = read_model_config(config.model.name)
     check_numbers(table)
     check_model(config, SimpleNamespace(**{NAMES.get(key, key): value for key, value in table.items()}))
+
+
+def with_adapter(config: Config) -> Config:
+    """Return a config whose options of adapters are those of the adapter that it goes on from, if it names one.
+
+    Raises:
+        ConfigError: the folder holds none that can be gone on with, or the config asks for something else.
+    """
+    lora = config.lora
+    if lora.adapter is None:
+        return config
+    adapter = read_adapter(lora.adapter)
+    of_adapter = {
+        "rank": adapter.rank,
+        "alpha": adapter.alpha,
+        "rank_stabilized": adapter.rank_stabilized,
+        "targets": adapter.targets,
+        "modules_to_save": adapter.modules,
+    }
+    choices = {key: value for key in of_adapter if (value := getattr(lora, key))}
+    for key, value in choices.items():
+        if value != of_adapter[key]:
+            raise ConfigError(
+                f"lora.{key} is not that of the adapter that training goes on from",
+                got=f"{value!r}, and {of_adapter[key]!r} in {lora.adapter}",
+                fix=f"leave lora.{key} out, or lora.adapter for a new adapter",
+            )
+    return replace(config, lora=replace(lora, **of_adapter))
 
 
 def check_settings(config: Config) -> None:
@@ -51,6 +82,13 @@ def check_settings(config: Config) -> None:
             "lora.targets are several names, and this is one with a comma",
             got=repr(joined),
             fix=f"--lora.targets {' '.join(part.strip() for part in joined.split(','))}, or a list in a file",
+        )
+    if config.log.prompts and not (config.train.validate_every and config.log.sample_tokens):
+        raise ConfigError(
+            "log.prompts are continued after each validation",
+            got=f"train.validate_every = {config.train.validate_every}, log.sample_tokens ="
+            f" {config.log.sample_tokens}",
+            expected="both above 0",
         )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)

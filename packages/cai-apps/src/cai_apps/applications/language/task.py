@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cai_apps.applications.language.base import is_base, weights_directory
+from cai_apps.applications.language.base import base_name, is_base, weights_directory
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.generate import Drawing, continued, generate
+from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
 from cai_apps.applications.language.noise import KEYS, NoisySamples
+from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
+from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
-from cai_apps.compose.lora import merged, need_peft, plain_name, save_adapter
+from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     check_made,
@@ -32,20 +34,23 @@ from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_tensors
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
+from cai_apps.config.adapters import read_adapter
 from cai_apps.data.batches import Samples
 from cai_apps.data.chat.prepare import length_report, prepare_chat
-from cai_apps.data.document_rows import split_documents
+from cai_apps.data.content import digest_of_weights
+from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.data.prepare import prepare
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
-from cai_apps.planner.flops import token_flops
+from cai_apps.planner.flops import model_flops
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import load_hf, save_hf
-from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.errors import CheckpointError, ConfigError, DataError
+from cai_mesh.files import remove
 from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
@@ -92,6 +97,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
+        correct=NextTokenLoss.correct,
+        predicted=NextTokenLoss.predicted,
         example=partial(_example, config),
         initializer=initializer,
         running=PositionsKnown(),
@@ -103,7 +110,13 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     if config.model.weights != "pretrained":
         return None
     tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
-    return lambda model: load_hf(model, weights_directory(config), names=plain_name, tensors=tensors)
+
+    def load(model: nn.Module) -> None:
+        load_hf(model, weights_directory(config), names=plain_name, tensors=tensors)
+        if config.lora.adapter is not None:
+            load_adapter(model, config.lora.adapter)
+
+    return load
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
@@ -133,7 +146,11 @@ class LanguageTask:
         if config.lora.rank:
             need_peft()
         if config.lora.rank or config.model.neftune_alpha:
-            on_meta(config, load_model_config(config.model.name))  # refuses what has no place in the model
+            model = on_meta(
+                config, load_model_config(config.model.name)
+            )  # refuses what has no place in the model
+            if config.lora.adapter is not None:
+                _check_adapter(config, model)
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
@@ -142,6 +159,8 @@ class LanguageTask:
             tokenizer = tokenizer_of(before, config)
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
+        if config.log.prompts:
+            ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
         check_enough(config, training.size)
         return prepared
@@ -161,6 +180,9 @@ class LanguageTask:
     def origin(self, prepared: Documents) -> Origin:
         return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
 
+    def base(self, config: Config) -> str | None:
+        return base_digest(config)
+
     def fill(self, job: Job) -> None:
         load_tokenizer(job.prepared.tokenizer).save_pretrained(tokenizer_directory(job.run))
 
@@ -168,8 +190,12 @@ class LanguageTask:
         config: Config = job.config
         length = config.data.sequence_length
         model = model_config_for(config.model.name, load_tokenizer(tokenizer_directory(job.run)))
-        flops = token_flops(on_meta(config, model), model, length)
+        flops = model_flops(on_meta(config, model), model)
         training, validation = _split(config, job.prepared)
+        prompts = None
+        if config.log.prompts:
+            tokenizer = load_tokenizer(tokenizer_directory(job.run))
+            prompts = Prompts.of(config, tokenizer, job.prepared, training)
         if config.model.neftune_alpha:
             training = NoisySamples(training, config.train.seed)
         return Work(
@@ -180,17 +206,28 @@ class LanguageTask:
             counted="target tokens",
             unit=Unit("tokens", length),
             blank=blank,
-            flops={"mfu": flops.causal * length, "mfu_full_attention": flops.full * length},
+            texts=None if prompts is None else prompts.continued,
+            flops={
+                "mfu": lambda batch: flops.causal(lengths_of(batch)),
+                "mfu_full_attention": lambda batch: flops.full(lengths_of(batch)),
+            },
         )
 
     def export(self, session: Session, job: Job) -> None:
-        export_hf(session, job.run.export, tokenizer_directory(job.run))
+        tokenizer = tokenizer_directory(job.run)
+        if job.config.lora.rank:
+            model: Any = session.model
+            weights = trained_weights(session)
+            export_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
+        else:
+            export_hf(session, job.run.export, tokenizer)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
-        print(f"HF export      {job.run.export}")
-        if (adapter := job.run.export / ADAPTER).is_dir():
-            print(f"adapter alone  {adapter}")
+        if job.config.lora.rank:
+            print(f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole model")
+        else:
+            print(f"HF export      {job.run.export}")
         if job.config.data.format == "chat":
             print(f'try it         cai generate {shlex.quote(str(job.directory))} --chat --prompt "..."')
         if job.config.log.sample_tokens:
@@ -223,8 +260,6 @@ def check_enough(config: Config, size: int) -> None:
 
 
 LANGUAGE = LanguageTask()
-ADAPTER = "adapter"
-"""Folder of an export with the adapters alone, as peft has them."""
 
 
 def _sample(job: Job) -> str:
@@ -234,7 +269,8 @@ def _sample(job: Job) -> str:
         return generate(job.run.export, drawing=drawing)
     documents: Documents = job.prepared
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
-    return continued(job.run.export, load_tokenizer(job.run.export), prompt, drawing)
+    place = place_of(job.run.export)
+    return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
 
 
 def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None]:
@@ -247,19 +283,75 @@ def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None
 def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     """Write a Hugging Face directory, in the compute dtype, from the master weights. Collective.
 
-    Tensors have the names and the cuts of files on the hub: each expert of a layer stands by itself.
+    Tensors have the names and the cuts of files on the hub: each expert of a layer stands by itself. Adapters are in
+    the weights of their layers.
     """
     dtype = DTYPES[session.config.precision.compute]
     model: Any = session.model
     config: Any = session.config
     plain, weights = meta_model(model.config), session.weights.masters()
-    boxed = BoxedTensor.of_model(model) | dict(weights or {})
-    joined = merged(model, boxed, config.lora) if config.lora.rank else weights
-    tensors = partial(saved_tensors, plain)
-    save_hf(model, directory, weights=joined, dtype=dtype, names=plain_name, tensors=tensors)
     if config.lora.rank:
-        adapted = targets(plain, config)
-        save_adapter(directory / ADAPTER, boxed, config.lora, adapted, base=config.model.name)
+        weights = merged(model, trained_weights(session), config.lora)
+    tensors = partial(saved_tensors, plain)
+    save_hf(model, directory, weights=weights, dtype=dtype, names=plain_name, tensors=tensors)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()
+
+
+def trained_weights(session: Session) -> dict[str, BoxedTensor]:
+    """Return what a session trains, in master precision, by name; more where it has no masters apart."""
+    weights = session.weights.masters()
+    return BoxedTensor.of_model(session.model) if weights is None else weights
+
+
+def export_adapter(
+    weights: Mapping[str, BoxedTensor],
+    config: Config,
+    model: PretrainedConfig,
+    directory: Path,
+    tokenizer: Path,
+    digest: str | None,
+) -> None:
+    """Write adapters, and what is trained whole beside them, as a folder of peft. Collective.
+
+    Args:
+        weights: the trained weights by name.
+        config: the config of the run.
+        model: the config of its model.
+        directory: the folder, which appears whole or not at all.
+        tokenizer: the directory of the run's tokenizer, which is copied.
+        digest: the digest of the base's weights.
+
+    Raises:
+        CheckpointError: the folder is not empty.
+    """
+    unfinished = directory.with_name(f"{directory.name}.tmp")
+    if dist.get_rank() == 0:
+        if directory.exists() and any(directory.iterdir()):
+            raise CheckpointError(f"{directory} is not empty", fix="export into a new directory")
+        remove(unfinished)
+    options = peft_options(config.lora, targets(meta_model(model), config))
+    options.base_model_name_or_path = base_name(config)
+    save_adapter(unfinished, weights, on_meta(config, model), options, digest)
+    if dist.get_rank() == 0:
+        load_tokenizer(tokenizer).save_pretrained(unfinished)
+        if directory.exists():
+            directory.rmdir()
+        unfinished.rename(directory)
+    dist.barrier()
+
+
+def base_digest(config: Config) -> str | None:
+    """Return the digest of the weights beside which adapters learn; None: all weights learn."""
+    if not config.lora.rank:
+        return None
+    return digest_of_weights({"": weights_directory(config)}, config.data.cache)
+
+
+def _check_adapter(config: Config, model: nn.Module) -> None:
+    """Raise ConfigError where the adapter that a run goes on from is not one of its base."""
+    adapter = read_adapter(str(config.lora.adapter))
+    check_adapter(adapter, model)
+    if line := check_base(adapter, config.model.name, base_digest(config)):
+        print(line, flush=True)

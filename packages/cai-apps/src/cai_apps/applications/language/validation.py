@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cai_apps.applications.language.base import is_base
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.rules import check_model, check_numbers, check_settings
+from cai_apps.applications.language.rules import check_model, check_numbers, check_settings, with_adapter
 from cai_apps.compose.models import check_causal, presets, pretrained_directory
 from cai_apps.config import validation
 
@@ -24,7 +24,7 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
         ConfigError: the model is no causal one, it or the batch does not divide as asked, a value is out of range, or
             settings do not go together.
     """
-    config = validation.resolve(config, world_size)
+    config = with_adapter(validation.resolve(config, world_size))
     if config.data.tokenizer == "auto" and not is_base(config):
         named = config.model.name if config.model.weights == "pretrained" else "train"
         config = replace(config, data=replace(config.data, tokenizer=named))

@@ -46,6 +46,9 @@ class ProteinTask:
             prepared.file(name)
         return prepared
 
+    def base(self, config: Config) -> None:
+        return None
+
     def origin(self, prepared: Prepared) -> Origin:
         chains = len(prepared.training) + len(prepared.validation)
         return Origin({}, prepared.content, f"{chains:,} chains")
@@ -62,6 +65,7 @@ class ProteinTask:
         piece, seed = piece_of(config), config.train.seed
         options = (piece, config.objective.rounds, config.train.global_batch, seed)
         validation = list(job.prepared.validation.values())
+        per_piece = piece_flops(config)
         return Work(
             workload(config),
             Pieces(list(job.prepared.training.values()), *options),
@@ -70,7 +74,7 @@ class ProteinTask:
             counted="chains",
             unit=Unit("chains"),
             blank=blank,
-            flops={"mfu_full_attention": piece_flops(config)},
+            flops={"mfu_full_attention": lambda batch: per_piece * len(batch["residue"])},
             after_step=lambda session, step: fold_on_the_way(session, job, step),
         )
 

@@ -3,6 +3,7 @@
 RUN_DIR/config.toml      the config with everything worked out, of the last start that got to train
         run.lock         while a run writes here
         metrics.jsonl    one record per step
+        texts.jsonl      what the model said after each validation
         checkpoints/ plots/ export/ crash/
         and what the application puts there
 """
@@ -112,6 +113,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def texts(self) -> Path:
+        return self.path / "texts.jsonl"
 
     @property
     def checkpoints(self) -> Path:

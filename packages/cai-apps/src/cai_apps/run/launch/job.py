@@ -56,7 +56,7 @@ def join_job(
 def _job(task: Task, config: Any, run: RunDirectory, device: str, meant: Collection[str] | None) -> Job:
     prepared = task.prepare(config, checkpoint.run_before(config, run))
     new_data = meant is None or any(key.startswith("data.") for key in meant)
-    return Job(task, config, run.path, prepared, device, new_data)
+    return Job(task, config, run.path, prepared, device, new_data, task.base(config))
 
 
 def _compare(job: Job) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ class Metrics:
     step_seconds: float
     """Seconds from the wait of the step before to this one's."""
     validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    """Part of the targets that were the likeliest of all."""
+    validation_perplexity: float | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Texts after a validation by name, which are no part of the record."""
     device_bytes: int | None = None
     """Training state that stays on the device of rank 0 between uses; None without offload."""
     host_bytes: int | None = None
@@ -75,7 +80,9 @@ class Metrics:
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
 
-OPTIONAL = ("validation_loss", "device_bytes", "host_bytes")
+LARGEST_LOSS = 709.0
+"""A loss above has no perplexity in float64."""
+OPTIONAL = ("validation_loss", "validation_accuracy", "validation_perplexity", "device_bytes", "host_bytes")
 """Fields that are left out of a record where they are None."""
 
 
@@ -84,18 +91,26 @@ class Speed:
 
     Args:
         unit: the unit that it is counted in.
-        flops: FLOPs of a sample, by convention; the first is reported as TFLOP/s.
         ranks: the number of ranks of the run.
         peak: FLOP/s of a rank's device at most; None: not known.
     """
 
-    def __init__(self, unit: Unit, flops: Mapping[str, float], ranks: int, peak: float | None):
-        self._unit, self._flops, self._ranks, self._peak = unit, flops, ranks, peak
+    def __init__(self, unit: Unit, ranks: int, peak: float | None):
+        self._unit, self._ranks, self._peak = unit, ranks, peak
 
-    def metrics(self, position: Position, samples: int, seconds: float, **numbers: Any) -> Metrics:
-        """Metrics of a step that took `samples` samples and so many seconds."""
-        per_rank = samples / seconds / self._ranks
-        rates = {name: per_rank * flops for name, flops in self._flops.items()}
+    def metrics(
+        self, position: Position, samples: int, seconds: float, flops: Mapping[str, float], **numbers: Any
+    ) -> Metrics:
+        """Metrics of a step that took `samples` samples and so many seconds.
+
+        Args:
+            position: the position after the step.
+            samples: the number of samples, over all ranks.
+            seconds: the time that it took.
+            flops: FLOPs of all of it, by convention; the first is reported as TFLOP/s.
+            numbers: other fields.
+        """
+        rates = {name: count / seconds / self._ranks for name, count in flops.items()}
         return Metrics(
             step=position.step,
             unit=self._unit.name,
@@ -108,27 +123,30 @@ class Speed:
         )
 
 
-class MetricsFile:
-    """Appends records to a file, each on a line of its own and flushed."""
+class Records:
+    """Appends records of steps to a file, each on a line of its own and flushed."""
 
     def __init__(self, path: Path, *, from_step: int = 0):
         """Keeps the records up to `from_step` that an earlier part of the run left, and drops later ones.
 
         What is kept is there at every moment.
         """
-        records = [record for record in read(path) if record["step"] <= from_step] if path.exists() else []
+        before = read(path) if path.exists() else []
+        self.before = max((record["step"] for record in before), default=0)
+        """The last step of which there was a record."""
+        records = [record for record in before if record["step"] <= from_step]
         write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._path, self._file = path, appended(path)
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Write a line. Raises `DataError` where the disk takes no more."""
         try:
-            self._file.write(json.dumps(metrics.record()) + "\n")
+            self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         except OSError as error:
             raise DataError(
                 f"{self._path} cannot be written",
-                got=f"step {metrics.step}",
+                got=f"step {record['step']}",
                 cause=error.strerror or str(error),
                 fix="make room; the run goes on from its newest checkpoint",
             ) from None
@@ -184,6 +202,11 @@ def need(records: list[dict], numbers: Sequence[str], maybe: Sequence[str] = ())
                 got=str(record)[:200],
                 expected=f"what training of this kind writes: {', '.join(numbers)}",
             )
+
+
+def perplexity(loss: float) -> float | None:
+    """The perplexity of a mean loss of tokens; None where it is out of the range of numbers."""
+    return math.exp(loss) if loss < LARGEST_LOSS else None
 
 
 def peak_flops(device: torch.device) -> float | None:

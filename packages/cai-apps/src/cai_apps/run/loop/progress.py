@@ -64,7 +64,7 @@ class LiveProgress:
     def update(self, metrics: Metrics) -> None:
         self._bar.update(self._task, completed=metrics.step, line=describe(metrics))
         if metrics.validation_loss is not None:
-            self._bar.console.print(f"step {metrics.step}  validation loss {metrics.validation_loss:.4f}")
+            self._bar.console.print(f"step {metrics.step}  {_validation(metrics)}")
 
     def close(self) -> None:
         self._bar.stop()
@@ -107,7 +107,16 @@ def describe(metrics: Metrics) -> str:
     if share is not None:
         parts.append(f"MFU {share:.1%}")
     if metrics.validation_loss is not None:
-        parts.append(f"validation loss {metrics.validation_loss:.4f}")
+        parts.append(_validation(metrics))
+    return "  ".join(parts)
+
+
+def _validation(metrics: Metrics) -> str:
+    parts = [f"validation loss {metrics.validation_loss:.4f}"]
+    if metrics.validation_perplexity is not None:
+        parts.append(f"perplexity {metrics.validation_perplexity:,.2f}")
+    if metrics.validation_accuracy is not None:
+        parts.append(f"accuracy {metrics.validation_accuracy:.2%}")
     return "  ".join(parts)
 
 

@@ -13,20 +13,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cai_apps.compose.step_loss import Evaluation
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches, Microbatches, Prefetch
 from cai_apps.run.files.position import Position
 from cai_apps.run.loop.learning_rate import learning_rate
 from cai_apps.run.loop.maxima import greatest_of_ranks
-from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops
+from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops, perplexity
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
@@ -49,7 +51,7 @@ class Trainable(Protocol):
     def step(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
     def norm(self) -> Tensor: ...
     def update(self, lr: float, norm: Tensor | float) -> None: ...
-    def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
+    def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Evaluation: ...
     def find_broken(
         self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float
     ) -> str | None: ...
@@ -88,6 +90,8 @@ class Loop:
     """The signal that asked this rank to stop; 0: none did. Ranks agree on it in every step."""
     by_clock: Callable[[], bool] = bool
     """Whether a checkpoint is due by this rank's clock. Ranks agree on it in every step: one is enough."""
+    paused: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context of what is no step, and may take longer."""
     due: bool = False
     """Whether a checkpoint is due by a clock after the step that was just done."""
     stopped: int = 0
@@ -105,13 +109,14 @@ class Loop:
             DataError: a loss or a gradient is not finite, or a global batch has nothing to compare with.
         """
         prefetch = Prefetch(self.training, self.device)
-        speed = Speed(self.work.unit, self.work.flops, self.session.mesh.size(), peak_flops(self.device))
+        speed = Speed(self.work.unit, self.session.mesh.size(), peak_flops(self.device))
         self._since = time.perf_counter()
         try:
             while position.step < self._steps and not self.stopped:
                 position, metrics = self._step(position, prefetch, speed)
                 if self._validates(position.step):
-                    metrics = replace(metrics, validation_loss=self._validate())
+                    with self.paused():
+                        metrics = replace(metrics, **self._validate())
                     self._since = time.perf_counter()
                 self.on_step(metrics, position)
         finally:
@@ -130,13 +135,14 @@ class Loop:
         config, session = self.session.config, self.session
         lr = learning_rate(position.step, config.optimizer.lr, config.lr_schedule)
         on_host, batch = prefetch.take(position.samples, last=position.step + 1 == self._steps)
-        total = self._total(on_host)
+        counts = self._counts(on_host, self.work.count, *self.work.flops.values())
+        total = counts[0]
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
         agreed = greatest_of_ranks(self.device, self.asked(), self.by_clock())
-        read = reading([losses, norms, total, *agreed], self.device)
+        read = reading([losses, norms, *agreed, *counts], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, targets, memory, stopped, due = read()
+        loss, norm, memory, stopped, due, targets, *flops = read()
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self.stopped, self.due = int(stopped), bool(due)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
@@ -147,14 +153,16 @@ class Loop:
         units = samples * self.work.unit.per_sample
         position = Position(position.step + 1, position.samples + samples, position.units + units)
         numbers = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
-        return position, speed.metrics(position, samples, seconds, **numbers)
+        named = dict(zip(self.work.flops, flops, strict=True))
+        return position, speed.metrics(position, samples, seconds, named, **numbers)
 
-    def _total(self, on_host: Microbatches) -> Tensor:
-        """What the whole global batch counts, float64 on the device; nobody waits for it here."""
-        local_count = torch.tensor(sum(map(self.work.count, on_host)), dtype=torch.float64)
+    def _counts(self, on_host: Microbatches, *counters: Callable[[dict[str, Tensor]], float]) -> Tensor:
+        """What functions count in the whole global batch, float64 on the device; nobody waits for it here."""
+        local_counts = [sum(map(counter, on_host)) for counter in counters]
+        counts = torch.tensor(local_counts, dtype=torch.float64)
         if self.device.type == "cuda":
-            local_count = local_count.pin_memory()
-        return self._summed(local_count.to(self.device, non_blocking=True))
+            counts = counts.pin_memory()
+        return self._summed(counts.to(self.device, non_blocking=True))
 
     def _summed(self, value: Tensor) -> Tensor:
         value = value.detach().to(self.device, torch.float64, copy=True)
@@ -183,18 +191,29 @@ class Loop:
             " on from its newest checkpoint after which a step was finite",
         )
 
-    def _validate(self) -> float:
-        """Mean loss per target of at most `validation_batches` global batches; each target counts once."""
+    def _validate(self) -> dict[str, Any]:
+        """Fields of `Metrics` from at most `validation_batches` global batches; each target counts once."""
         batches = self.validation
         assert batches is not None
         count = -(-batches.samples.size // batches.global_batch)
-        summed, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
+        losses, targets, correct = torch.zeros(3, dtype=torch.float64, device=self.device)
+        counts_correct = False
         for batch in range(min(count, self.session.config.train.validation_batches)):
             on_host = batches.at(batch * batches.global_batch)
             on_device = [
                 {name: value.to(self.device) for name, value in microbatch.items()} for microbatch in on_host
             ]
-            total = self._total(on_host)
-            summed += self._summed(self.session.evaluate(on_device, total=total)) * total
-            targets = targets + total
-        return float(summed / targets)
+            (total,) = self._counts(on_host, self.work.count)
+            evaluation = self.session.evaluate(on_device, total=1.0)
+            losses += self._summed(evaluation.loss)
+            targets += total
+            if evaluation.correct is not None:
+                counts_correct = True
+                correct += self._summed(evaluation.correct)
+        loss, accuracy = (torch.stack([losses, correct]) / targets).tolist()
+        fields: dict[str, Any] = {"validation_loss": loss}
+        if counts_correct:
+            fields |= {"validation_accuracy": accuracy, "validation_perplexity": perplexity(loss)}
+        if self.work.texts is not None:
+            fields["texts"] = self.work.texts(self.session)
+        return fields

@@ -13,7 +13,7 @@ from torch import nn
 from cai_apps.applications.diffusion.model.design import RAW, Design
 from cai_apps.applications.diffusion.model.quantization import Kind, quantize_layers
 from cai_apps.compose.blocks import blocks_of
-from cai_apps.data.content import digest_of_files
+from cai_apps.data.content import digest_of_weights
 from cai_gemini import HostModel
 from cai_mesh.errors import CheckpointError, ConfigError
 from cai_mesh.files import check_weights, weight_files
@@ -143,17 +143,12 @@ def variant_of(folder: Path) -> str | None:
 
 
 def weights_digest(directory: Path, folders: Sequence[str], cache: str) -> str:
-    """Return a digest of the weights in some folders of a pipeline's directory: of those that are read.
+    """Return a digest of the tensors in some folders of a pipeline's directory: of those that are read.
 
     Raises:
         ConfigError: a folder has no weights, or several variants and none of them plain.
     """
-    files = {
-        f"{folder}/{name}": directory / folder / name
-        for folder in folders
-        for name in weight_files(directory / folder, error=ConfigError).names
-    }
-    return digest_of_files(files, cache)
+    return digest_of_weights({folder: directory / folder for folder in folders}, cache)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.model.denoiser import build
+from cai_apps.applications.diffusion.model.denoiser import build, targets
 from cai_apps.applications.diffusion.model.design import Design
+from cai_apps.compose.lora import add_adapters
+from cai_apps.config.sections import LoRA
 from cai_mesh.errors import ConfigError
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.finding import survey
@@ -87,16 +89,19 @@ def _weight(module: nn.Module) -> int:
     return module.get_parameter("weight").numel()
 
 
-def trial_of(design: Design, *, train_text: bool, ranks: int) -> Trial | None:
-    """The small model on which a plan for `ranks` ranks is tried; None for one rank. The same one for equal designs."""
+def trial_of(design: Design, *, train_text: bool, ranks: int, lora: LoRA = LoRA()) -> Trial | None:  # noqa: B008 (frozen)
+    """The small model on which a plan for `ranks` ranks is tried; None for one rank. The same one for equal designs.
+
+    With `lora.rank` it has adapters where the model has some, of those of its layers that it has too.
+    """
     if ranks == 1:
         return None
     parts = {"denoiser": dict(design.denoiser), "texts": [dict(text) for text in design.clips]}
-    return _trial(json.dumps(parts, sort_keys=True), train_text, ranks)
+    return _trial(json.dumps(parts, sort_keys=True), train_text, ranks, lora)
 
 
 @lru_cache(maxsize=16)
-def _trial(parts: str, train_text: bool, ranks: int) -> Trial:
+def _trial(parts: str, train_text: bool, ranks: int, lora: LoRA) -> Trial:
     table = json.loads(parts)
     texts = tuple(_small_text(text, ranks) for text in table["texts"])
     kind = table["denoiser"]["_class_name"]
@@ -106,14 +111,24 @@ def _trial(parts: str, train_text: bool, ranks: int) -> Trial:
 
     def made() -> nn.Module:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            model = build(design, train_text=train_text).double().eval()
+            model = build(design, train_text=train_text)
+            adapted = _present(model, targets(design, lora, train_text=train_text)) if lora.rank else ()
+            if adapted:
+                add_adapters(model, lora, adapted)
+            model = model.double().eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for param in model.parameters():
-                param.normal_(0.0, 0.2, generator=generator)
+                param.normal_(0.0, 0.2, generator=generator).requires_grad_(True)
         return model
 
     return Trial(made, lambda: _inputs(design, train_text), _loss)
+
+
+def _present(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some ends of names that layers of a model have."""
+    names = [f".{name}" for name, _ in model.named_modules()]
+    return tuple(target for target in targets if any(name.endswith(f".{target}") for name in names))
 
 
 def _loss(output: Tensor) -> Tensor:

@@ -140,7 +140,12 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         layers=layers,
         sizes=len(shapes_of(config.data.size, config.data.max_ratio, design.multiple)),
         pretrained=_pretrained(config, design),
-        trial=trial_of(design, train_text=trains_text(config, design), ranks=config.parallel.tensor.size),
+        trial=trial_of(
+            design,
+            train_text=trains_text(config, design),
+            ranks=config.parallel.tensor.size,
+            lora=config.lora,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""cai export RUN_DIR|CHECKPOINT DIR"""
+"""cai export RUN_DIR|CHECKPOINT DIR [--merge]"""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cai_mesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a checkpoint's weights as an HF directory."""
+    """Write a checkpoint's weights as an HF directory; of a run with adapters, the adapters as a folder of peft."""
 
     source: Annotated[Path, tyro.conf.Positional]
     """Run directory (its newest checkpoint) or one of its checkpoints."""
     directory: Annotated[Path, tyro.conf.Positional]
-    """HF directory to write."""
+    """Directory to write."""
+    merge: bool = False
+    """Write the whole model of a run with adapters as an HF directory, with the adapters in its weights."""
 
 
 def run(arguments: list[str]) -> int:
@@ -30,5 +32,5 @@ def run(arguments: list[str]) -> int:
         )
     from cai_apps.applications.language.export import export
 
-    print(export(options.source, options.directory))
+    print(export(options.source, options.directory, merge=options.merge))
     return 0

@@ -1,4 +1,4 @@
-"""cai generate DIR --prompt TEXT"""
+"""cai generate DIR [--adapter DIR] --prompt TEXT"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from cai_apps.config.arguments import parse
-from cai_apps.config.ranges import COUNT, NATURAL, SEED
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED
 from cai_apps.run.files.directory import RunDirectory
 
 
@@ -18,7 +18,9 @@ class Arguments:
     """Continue a prompt, or answer a message, with an exported model."""
 
     directory: Annotated[Path, tyro.conf.Positional]
-    """HF model directory, or a run directory with an export."""
+    """HF model directory, a folder of peft with an adapter, or a run directory with an export."""
+    adapter: Annotated[Path | None, FILLED] = None
+    """Folder of peft with an adapter for the model."""
     prompt: str = "def "
     chat: bool = False
     """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed."""
@@ -39,5 +41,5 @@ def run(arguments: list[str]) -> int:
     directory = run_directory.export if run_directory.config_file.is_file() else options.directory
     drawing = Drawing(options.tokens, options.temperature, options.seed)
     how = {"special_tokens": options.special_tokens, "chat": options.chat}
-    print(generate(directory, options.prompt, drawing, **how))
+    print(generate(directory, options.prompt, drawing, adapter=options.adapter, **how))
     return 0

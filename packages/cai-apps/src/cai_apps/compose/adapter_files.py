@@ -1,0 +1,150 @@
+"""Adapters of a language model in the folders of peft: written from any layout, checked, and read into any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cai_apps.compose.lora import full_tensors, is_adapter
+from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter
+from cai_mesh.checkpoint import load_hf
+from cai_mesh.errors import ConfigError
+from cai_mesh.layout import BoxedTensor, canonical_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+SHOWN = 4
+"""Tensors in an error."""
+
+
+def names_in_file(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names that a file has, after peft's prefix, for what a model with adapters learns, by its own names.
+
+    What is tied has several; its own is the first of them.
+    """
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad:
+            aliases.setdefault(param, []).append(name)
+    return {names[0]: [key_of(name) for name in names] for names in aliases.values()}
+
+
+def key_of(name: str) -> str:
+    """Return what a file calls a parameter of that name, after peft's prefix."""
+    return name.replace(".default.", ".")
+
+
+def check_adapter(adapter: Adapter, model: nn.Module) -> None:
+    """Check an adapter against the model, on any device, that its options make of a base.
+
+    Raises:
+        ConfigError: tensors are missing, of another shape, or of no layer of the model; or the adapter has unties what
+            the base ties.
+    """
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    names = names_in_file(model)
+    rows = []
+    for name, aliases in names.items():
+        present = [alias for alias in aliases if alias in adapter.shapes]
+        if not present:
+            rows.append(f"{aliases[0]}: this model {shapes[name]}, the adapter nothing")
+        rows += [
+            f"{alias}: this model {shapes[name]}, the adapter {adapter.shapes[alias]}"
+            for alias in present
+            if adapter.shapes[alias] != shapes[name]
+        ]
+    expected_names = {alias for aliases in names.values() for alias in aliases}
+    unexpected_names = sorted(adapter.shapes.keys() - expected_names)
+    rows += [f"{name}: this model nothing, the adapter {adapter.shapes[name]}" for name in unexpected_names]
+    if rows:
+        more = f"\n             and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+        raise ConfigError(
+            f"the adapter at {adapter.directory} is of another model",
+            got="\n             ".join(rows[:SHOWN]) + more,
+            cause=f"it was trained beside {adapter.base}" if adapter.base else "",
+            fix="name the base that it was trained beside as model.name",
+        )
+    tied = [aliases for aliases in names.values() if len(aliases) > 1 and not adapter.keeps_ties]
+    if tied:
+        raise ConfigError(
+            f"the adapter at {adapter.directory} has trained apart what its base ties",
+            got=" and ".join(tied[0]),
+            expected="ensure_weight_tying in its options: one tensor, as in the base",
+            fix="merge it into a base without ties by peft, and begin a new adapter beside that",
+        )
+
+
+def check_base(adapter: Adapter, name: str, digest: str | None) -> str:
+    """Compare the base of an adapter with a run's; return a line that says where they have other names, or nothing.
+
+    Args:
+        adapter: the adapter.
+        name: the name of the run's base.
+        digest: the digest of its weights; None: it is not expected_names.
+
+    Raises:
+        ConfigError: the weights are not those that the adapter was trained beside.
+    """
+    if adapter.base_digest is not None and digest is not None and adapter.base_digest != digest:
+        raise ConfigError(
+            f"the adapter at {adapter.directory} was trained beside other weights",
+            got=f"those of {name}",
+            expected=f"those of {adapter.base or 'its base'}, as they were",
+            cause="what it adds was learned for the weights that it was added to",
+            fix="name that base as model.name, or bring back its files",
+        )
+    if adapter.base and adapter.base_digest is None and adapter.base != name:
+        return f"the adapter names {adapter.base} as its base, which is {name} here; its layers have the same shapes"
+    return ""
+
+
+def load_adapter(model: nn.Module, directory: str | Path) -> None:
+    """Fill what a model with adapters learns, on any layout, from a folder that `check_adapter` has passed."""
+    trained = [pair for pair in model.named_parameters(remove_duplicate=False) if pair[1].requires_grad]
+    learned = {name for name, _ in trained} | {canonical_name(name, param) for name, param in trained}
+
+    def key(name: str) -> str | None:
+        return f"{PREFIX}{key_of(name)}" if name in learned else None
+
+    load_hf(model, Path(directory).expanduser(), file=WEIGHTS, names=key)
+
+
+def save_adapter(
+    directory: Path,
+    weights: Mapping[str, BoxedTensor],
+    model: nn.Module,
+    options: LoraConfig,
+    digest: str | None,
+) -> None:
+    """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
+
+    Args:
+        directory: the directory of the files, made where it is not there.
+        weights: the trained weights by name; a rank may hold parts of some of them.
+        model: the whole model with its adapters, without memory.
+        options: their options.
+        digest: the digest of the base's weights.
+    """
+    from safetensors.torch import save_file
+
+    names = names_in_file(model)
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    modules = {alias.rpartition(".")[0] for name in names if not is_adapter(name) for alias in names[name]}
+    options.modules_to_save = sorted(modules) or None
+    options.ensure_weight_tying = any(len(aliases) > 1 for aliases in names.values())
+    options.fan_in_fan_out = any(getattr(layer, "fan_in_fan_out", False) for layer in layers)
+    options.task_type, options.inference_mode = "CAUSAL_LM", True
+    tensors: dict[str, Tensor] = {}
+    for name, value in full_tensors(weights, names.__contains__):
+        if dist.get_rank() == 0:
+            tensors |= {f"{PREFIX}{alias}": value.float().clone() for alias in names[name]}
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        options.save_pretrained(directory)
+        metadata = {"format": "pt"} | ({} if digest is None else {BASE_DIGEST: digest})
+        save_file(tensors, directory / WEIGHTS, metadata=metadata)

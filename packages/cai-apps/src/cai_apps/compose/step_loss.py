@@ -1,0 +1,55 @@
+"""The loss of a microbatch as a runner takes it, and how many of its targets a model predicts right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cai_apps.compose.workload import Loss, Workload
+from cai_zero import LossScale
+
+
+class Evaluation(NamedTuple):
+    """What a model's predictions of some microbatches are worth, of one data rank, on every rank of its pipeline."""
+
+    loss: Tensor
+    """A float64 scalar: the loss divided by `total`."""
+    correct: Tensor | None
+    """A float64 scalar: targets that are the likeliest of all; None: the workload's targets are not such."""
+
+
+class StepLoss:
+    """A `LossFn` of a pipeline's runner: (output, (target, total)) -> the loss divided by `total`, and scaled.
+
+    Args:
+        loss: the loss, summed over a microbatch.
+        workload: the workload, which knows whether predictions can be right.
+        scale: the scale of the loss, with float16.
+    """
+
+    def __init__(self, loss: Loss, workload: Workload, scale: LossScale | None):
+        self.loss, self._workload, self._scale = loss, workload, scale
+        self._correct: Tensor | None = None
+
+    def __call__(self, output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
+        expected, total = target
+        if self._correct is not None and self._workload.correct is not None:
+            self._correct += self._workload.correct(self.loss, output, expected)
+        partial_loss = self.loss(output, expected) / total
+        return partial_loss if self._scale is None else self._scale.scale(partial_loss)
+
+    @contextmanager
+    def counting(self, device: torch.device) -> Iterator[Tensor | None]:
+        """Add up right predictions into a float64 scalar, 0 without a last stage; None where nothing can be right."""
+        if self._workload.correct is None:
+            yield None
+            return
+        self._correct = torch.zeros((), dtype=torch.float64, device=device)
+        try:
+            yield self._correct
+        finally:
+            self._correct = None

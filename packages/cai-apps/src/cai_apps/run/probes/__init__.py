@@ -1,0 +1,1 @@
+"""What a rank writes down of chosen steps: its operators over time, and what is in its memory."""

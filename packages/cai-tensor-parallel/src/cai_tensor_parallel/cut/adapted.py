@@ -1,0 +1,70 @@
+"""The roles of the layers inside a layer with low-rank adapters: base_layer(x) + scale B(A(x)).
+
+Beside a column-cut layer x is whole: so is A, and B [out, rank] is cut as the layer is. Beside a row-cut layer x is
+cut: A [rank, in] is cut as the layer is and its results are summed, and B is whole. What is summed or scattered has
+`rank` features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from cai_mesh.adapters import BASE, adapters, drops_inputs, scales_rows
+from cai_mesh.errors import PlanError
+from cai_tensor_parallel.plans.plan import Role
+
+ROWS = ("rowwise", "rowwise_split_input")
+WHOLE = ("colwise_gather_output", "classifier", "vocab_head")
+COLUMNS = ("colwise", "packed_colwise", *WHOLE, "kv_heads", "mla_kv_a_proj")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A layer inside a layer with adapters.
+
+    Args:
+        name: its name in the model.
+        cut: whether it is cut by the role of the layer that it is in; else it is whole.
+        reads_parts: whether it is whole and reads what may be cut along the sequence.
+    """
+
+    name: str
+    cut: bool
+    reads_parts: bool = False
+
+
+def inner_layers(name: str, module: nn.Module, role: Role) -> list[Inner]:
+    """Return the layers inside a layer with adapters, the base layer first.
+
+    Raises `PlanError` for a role that such a layer cannot have.
+    """
+    if role.kind not in (*ROWS, *COLUMNS):
+        raise PlanError(
+            f"{name} has adapters and cannot be cut as {role.kind}",
+            expected=f"one of {', '.join((*ROWS, *COLUMNS))}",
+            fix="leave it out of the adapters' targets, or pass a plan that leaves it whole",
+        )
+    _check(name, module)
+    rows = role.kind in ROWS
+    layers = [Inner(f"{name}.{BASE}", cut=True)]
+    for pair in adapters(module):
+        layers.append(Inner(f"{name}.{pair.down}", cut=rows))
+        layers.append(Inner(f"{name}.{pair.up}", cut=not rows, reads_parts=rows))
+    return layers
+
+
+def _check(name: str, module: nn.Module) -> None:
+    if drops_inputs(module):
+        raise PlanError(
+            f"adapters of {name} drop a part of their inputs, and ranks would drop different ones",
+            got="lora_dropout > 0",
+            fix="set the adapters' dropout to 0, or leave this layer whole",
+        )
+    if scales_rows(module):
+        raise PlanError(
+            f"the weight of {name} is scaled by row (DoRA) and cannot be cut",
+            cause="its lengths are computed of the whole weight and its adapter",
+            fix="adapters without DoRA, or leave this layer whole",
+        )
