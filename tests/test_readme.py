@@ -1,4 +1,4 @@
-"""Every code block of every README runs as it stands.
+"""Every code block of every README runs as it stands, and those of the tutorial one after the other.
 
 Python and shell blocks run by their language. A comment on the line above a block can say more:
 `<!-- run: ranks=2 -->` starts a Python block on that many ranks, and `<!-- run: no, because ... -->` is for
@@ -7,8 +7,10 @@ the two commands that would start this very suite.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +18,18 @@ from typing import NamedTuple
 
 import pytest
 
+from cai_apps.data.chat.messages import read_conversation
+
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(
     r"(?:<!-- run: (?P<how>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
 )
 SHELL = ("bash", "sh", "shell", "console")
 OWN_COMMANDS = {"pip install nox && nox -s train", "pip install nox && nox -s tests"}
+TUTORIAL = ROOT / "docs" / "fine-tuning.md"
+ELSEWHERE = ["pip install 'cai-apps[lora]'", "vllm serve my-tuned-model"]
+"""Commands of the tutorial that are not run: what is installed already, and another program."""
+THINGS = ("parcel", "letter", "bicycle", "refund", "invoice", "key", "ticket", "coat")
 
 
 class Block(NamedTuple):
@@ -36,8 +44,12 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
+    return blocks_of([ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))])
+
+
+def blocks_of(pages: list[Path]) -> list[Block]:
     found = []
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]:
+    for path in pages:
         text = path.read_text()
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start("code")) + 1
@@ -80,3 +92,85 @@ def test_block_runs(block: Block, tmp_path: Path):
         run(["bash", "-euo", "pipefail", "-c", "\n".join(commands(block))], tmp_path)
     else:
         assert block.language in ("text", "toml"), f"{block}: say what language this block is in"
+
+
+def conversations() -> list[dict]:
+    """Questions and answers of a shop, 400 of them."""
+    answers = ("Send me its number, please.", "I am looking for it.", "It arrives on day {}.")
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Where is my {THINGS[number % 8]}, of order {number}?"},
+                {"role": "assistant", "content": answers[number % 3].format(number % 7)},
+            ]
+        }
+        for number in range(400)
+    ]
+
+
+def prepare(folder: Path) -> None:
+    """Put the model and the file into the folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from cai_apps.data.chat.tokenizer import train_text_tokenizer
+
+    rows = conversations()
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [message["content"] for row in rows[:100] for message in row["messages"]]
+    tokenizer = train_text_tokenizer(texts, 320)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=0, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "my-model")
+    tokenizer.save_pretrained(folder / "my-model")
+
+
+def script(folder: Path) -> str:
+    """One program of all blocks: shell as it stands, Python in files beside it."""
+    lines = []
+    for number, block in enumerate(blocks_of([TUTORIAL])):
+        if block.how.startswith("no, because"):
+            assert commands(block)[0] in ELSEWHERE
+            continue
+        if block.language == "json":
+            assert read_conversation(json.loads(block.code)).messages
+        elif block.language == "python":
+            file = folder / f"block-{number}.py"
+            file.write_text(block.code)
+            lines.append(f"{shlex.quote(sys.executable)} {file}")
+        else:
+            assert block.language in SHELL, str(block)
+            lines += commands(block)
+    return "\n".join(lines)
+
+
+def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
+    """In a folder that has what the page says one has: `my-model`, here a small one, and `chats.jsonl`."""
+    pytest.importorskip("peft")
+    prepare(tmp_path)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(tmp_path / "home"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    program = ["bash", "-euxo", "pipefail", "-c", script(tmp_path)]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    printed = done.stdout
+    for words in (
+        "400 records, none broken",
+        ": fits",
+        "steps of 8 rows read each",
+        "resumed from",
+        "report.html",
+    ):
+        assert words in printed, printed
+    run = tmp_path / "runs" / "mine"
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert (run / "report.html").is_file()

@@ -81,7 +81,6 @@ def test_fills_in_what_is_open(tiny):
         ({"data__sequence_length": 1024}, ConfigError, ["sequence_length", "at most 512"]),
         ({"model__weights": "pretrained", "data__tokenizer": "train"}, ConfigError,
          ["needs the tokenizer", "data.tokenizer"]),
-        ({"model__weights": "pretrained"}, ConfigError, ["only a shape"]),
         ({"parallel__tensor__mode": "2d"}, PlanError, ["mode 2d has no grid", "2 ranks", "q x q: 4"]),
         ({"parallel__tensor__depth": 2}, ConfigError, ["parallel.tensor.depth is for", "2.5d"]),
         ({"parallel__tensor__mode": "2d", "parallel__tensor__size": 4, "parallel__shard": 1,

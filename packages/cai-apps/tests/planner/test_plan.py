@@ -234,6 +234,15 @@ def test_a_plan_for_programs(recipe, capsys):
     assert recipes.load(recipe).application == facts["config"]["application"]
 
 
+@pytest.mark.parametrize(("recipe", "learned"), [("lora-8b", 41_943_040), ("sft-8b", 8_030_261_248)])
+def test_recipes_for_fine_tuning_fit_gpus_of_80_gb(recipe, learned, capsys):
+    """They name a shape, which is all that a plan reads; a run asks for a model."""
+    assert main(["plan", recipe, "--gpu-memory", "80GB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fits"] is True
+    assert facts["parameters"] - facts["frozen"] == learned
+
+
 def test_what_makes_it_fit_for_programs(capsys):
     assert main(["plan", "llama-8b", "--json", "--ranks", "1", "--gpu-memory", "40GiB"]) == 0
     facts = json.loads(capsys.readouterr().out)

@@ -32,8 +32,8 @@ def key(*parts: int | str) -> int:
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
-def bits(stream: int, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits for every element of an int64 `index` tensor."""
+def bits(stream: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """64 random bits for every element of an int64 `index` tensor; of several keys, int64, where they broadcast."""
     z = (index + 1) * _GAMMA + stream
     z = (z ^ _shift(z, 30)) * _MIX1
     z = (z ^ _shift(z, 27)) * _MIX2
@@ -44,8 +44,8 @@ def _shift(z: torch.Tensor, count: int) -> torch.Tensor:
     return (z >> count) & ((1 << (64 - count)) - 1)
 
 
-def unit(stream: int, index: torch.Tensor) -> torch.Tensor:
-    """Uniform float64 in the open interval (0, 1) for every element of `index`, of 2⁵² values."""
+def unit(stream: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Uniform float64 in the open interval (0, 1) for every element of `index`, of 2⁵² values; keys as for `bits`."""
     return (_shift(bits(stream, index), 12).to(torch.float64) + 0.5) * 2.0**-52
 
 

@@ -1,11 +1,13 @@
 """Where a model's shape comes from: a preset shipped here, a local HF directory, or a hub id.
 
-A preset is an HF config.json under `presets/`. Only shapes are read; weights are made by the run.
+A preset is an HF config.json under `presets/`: a shape, whose weights are made by the run. A base has a training beside
+it, NAME.toml, which makes its pretrained weights.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -20,11 +22,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
+PATH = re.compile(r"[./~]|.*/.*/|.*\.(json|safetensors|gguf|bin)$")
+"""Beginning, or form, of a name that is a path and no hub id."""
+
+
 def presets() -> list[str]:
     """Names of the model shapes that ship with cai."""
     return sorted(
         file.name.removesuffix(".json") for file in _directory().iterdir() if file.name.endswith(".json")
     )
+
+
+def base_training(name: str) -> Path | None:
+    """Return the config of the training that makes the weights of a preset; None: it has none, or is no preset."""
+    file = Path(str(_directory() / f"{name}.toml"))
+    return file if name in presets() and file.is_file() else None
 
 
 def read_model_config(name: str) -> dict[str, Any]:
@@ -36,6 +48,13 @@ def read_model_config(name: str) -> dict[str, Any]:
     if name in presets():
         return json.loads((_directory() / f"{name}.json").read_text(encoding="utf-8"))
     directory = Path(name).expanduser()
+    if PATH.match(name) and not directory.is_dir():
+        raise ConfigError(
+            f"model.name is a path, and there is no directory {name}",
+            got="a file" if directory.is_file() else None,
+            expected="a model's directory, with config.json, tokenizer and safetensors",
+            fix="check the path; relative paths start at the current directory",
+        )
     file = directory / "config.json" if directory.is_dir() else _downloaded(name)
     if not file.is_file():
         raise ConfigError(
@@ -103,9 +122,10 @@ def pretrained_directory(name: str) -> Path:
         ConfigError: a preset, which has no weights, or nothing with safetensors under this name.
     """
     if name in presets():
+        bases = [preset for preset in presets() if base_training(preset) is not None]
         raise ConfigError(
             f'model.weights = "pretrained", but the preset {name!r} is only a shape',
-            expected="an HF directory or a hub id",
+            expected=f"an HF directory, a hub id, or a base that is trained here: {', '.join(bases)}",
             fix='set model.name to one, or model.weights to "random"',
         )
     directory = Path(name).expanduser()

@@ -80,7 +80,10 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
         affixes(tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer {str(name)!r} has no end-of-sequence token", expected="an eos_token"
+            f"the tokenizer {str(name)!r} has no end-of-sequence token",
+            expected="an eos_token",
+            cause="a model learns by it where to stop",
+            fix="set eos_token in its tokenizer_config.json to the token that ends a text or an answer",
         )
     return tokenizer
 

@@ -15,7 +15,11 @@ class Model:
     name: Annotated[str, FILLED] = "llama-tiny"
     """A preset, a local directory with an HF config.json, or a hub id."""
     weights: Literal["random", "pretrained"] = "random"
-    """random: made from train.seed; pretrained: read from the directory's (or hub id's) safetensors."""
+    """random: made from train.seed; pretrained: read from the directory's (or hub id's) safetensors. A preset is only a
+    shape, without weights; llama-tiny-base alone is trained, on text, when a run first asks for it."""
+    neftune_alpha: Annotated[float, NATURAL] = 0.0
+    """Noise on the embeddings in training (NEFTune, arXiv:2310.05914): this over the root of a text's tokens times its
+    features; usually 5 to 15. 0: none."""
 
 
 @dataclass(frozen=True)

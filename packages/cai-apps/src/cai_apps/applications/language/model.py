@@ -1,4 +1,4 @@
-"""The model of a run: as transformers makes it, with the run's attention and adapters."""
+"""The model of a run: as transformers makes it, with the run's attention, noise and adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.noise import EmbeddingNoise, embedding_of
 from cai_apps.compose import models
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.documents import document_rule
@@ -32,9 +33,12 @@ def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
     """Return the model of a config, on the device of the context.
 
     Raises:
-        ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there.
+        ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there; or noise
+            on embeddings that it lacks.
     """
     built = models.causal_model(model)
+    if config.model.neftune_alpha:
+        EmbeddingNoise(config.model.neftune_alpha).attach(built, embedding_of(built, config.model.name))
     if config.data.boundaries == "keep":
         route_attention(built, document_rule)
     if config.lora.rank:

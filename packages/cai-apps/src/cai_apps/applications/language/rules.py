@@ -76,6 +76,13 @@ def check_settings(config: Config) -> None:
             got='data.boundaries = "ignore"',
             expected='"keep"',
         )
+    check_noise(config)
+    if joined := next((target for target in config.lora.targets if "," in target), None):
+        raise ConfigError(
+            "lora.targets are several names, and this is one with a comma",
+            got=repr(joined),
+            fix=f"--lora.targets {' '.join(part.strip() for part in joined.split(','))}, or a list in a file",
+        )
     if config.log.prompts and not (config.train.validate_every and config.log.sample_tokens):
         raise ConfigError(
             "log.prompts are continued after each validation",
@@ -85,6 +92,18 @@ def check_settings(config: Config) -> None:
         )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.check_validation(config, config.data.validation_fraction)
+
+
+def check_noise(config: Config) -> None:
+    """Raises ConfigError where noise on the embeddings does not go with the rest of a config."""
+    alpha, mode = config.model.neftune_alpha, config.parallel.tensor.mode
+    if alpha and mode != "1d":
+        raise ConfigError(
+            "noise on embeddings whose features are cut over ranks",
+            got=f'model.neftune_alpha = {alpha}, parallel.tensor.mode = "{mode}"',
+            expected='parallel.tensor.mode = "1d", whose ranks have whole embeddings',
+            fix="set model.neftune_alpha to 0, or the mode to that",
+        )
 
 
 def _some_each(config: Config, heads: int, ranks: int) -> bool:

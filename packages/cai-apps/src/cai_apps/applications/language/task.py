@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.applications.language.base import base_name, is_base, weights_directory
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
 from cai_apps.applications.language.model import build, initializer, on_meta, targets
+from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter, save_adapter
@@ -26,7 +29,6 @@ from cai_apps.compose.models import (
     load_model_config,
     meta_model,
     model_config_for,
-    pretrained_directory,
 )
 from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_tensors
@@ -73,7 +75,7 @@ def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
     directory = tokenizer_directory(run)
     if not directory.is_dir():
         return None
-    if config.data.tokenizer == "train":
+    if config.data.tokenizer in ("train", "auto"):
         return directory
     try:
         named = tokenizer_digest(load_tokenizer(config.data.tokenizer))
@@ -107,11 +109,10 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
 def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     if config.model.weights != "pretrained":
         return None
-    directory = pretrained_directory(config.model.name)
     tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
 
     def load(model: nn.Module) -> None:
-        load_hf(model, directory, names=plain_name, tensors=tensors)
+        load_hf(model, weights_directory(config), names=plain_name, tensors=tensors)
         if config.lora.adapter is not None:
             load_adapter(model, config.lora.adapter)
 
@@ -122,6 +123,8 @@ def _example(config: Config, samples: int) -> dict[str, Tensor]:
     length = config.data.sequence_length
     ids = torch.zeros(samples, length, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
+    if config.model.neftune_alpha:
+        batch[KEYS] = ids[:, 0]
     if config.data.boundaries != "keep":
         return batch
     starts = torch.tensor([[0, length // 2, length]], dtype=torch.int32).expand(samples, 3).contiguous()
@@ -139,37 +142,40 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
+        weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()
+        if config.lora.rank or config.model.neftune_alpha:
             model = on_meta(
                 config, load_model_config(config.model.name)
-            )  # refuses targets that are no layers
+            )  # refuses what has no place in the model
             if config.lora.adapter is not None:
                 _check_adapter(config, model)
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
-        tokenizer = None if before is None else tokenizer_of(before, config)
+        tokenizer = weights if is_base(config) else None
+        if before is not None:
+            tokenizer = tokenizer_of(before, config)
         chats = config.data.format == "chat"
         prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
         if config.log.prompts:
             ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
-        if training.size < config.train.global_batch:
-            raise DataError(
-                "a global batch has more samples than the data",
-                got=f"train.global_batch = {config.train.global_batch}, {training.size} sequences of "
-                f"{config.data.sequence_length} tokens",
-                cause="one step would read the same text several times",
-                fix=f"set train.global_batch to {training.size} or less, or give more text",
-            )
+        check_enough(config, training.size)
         return prepared
 
     def announce(self, config: Config, prepared: Documents) -> str:
         if config.data.format == "text":
             return f"{config.model.name} on {prepared.tokens:,} tokens of text"
         about = "\n".join(length_report(prepared).lines())
-        return f"{about}\n{config.model.name} on {prepared.count:,} conversations"
+        training, _ = _split(config, prepared)
+        times = config.train.steps * config.train.global_batch / training.size
+        return (
+            f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
+            f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
+            f"{config.model.name} on {prepared.count:,} conversations"
+        )
 
     def origin(self, prepared: Documents) -> Origin:
         return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
@@ -190,6 +196,8 @@ class LanguageTask:
         if config.log.prompts:
             tokenizer = load_tokenizer(tokenizer_directory(job.run))
             prompts = Prompts.of(config, tokenizer, job.prepared, training)
+        if config.model.neftune_alpha:
+            training = NoisySamples(training, config.train.seed)
         return Work(
             workload(config, model),
             training,
@@ -220,8 +228,35 @@ class LanguageTask:
             print(f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole model")
         else:
             print(f"HF export      {job.run.export}")
+        if job.config.data.format == "chat":
+            print(f'try it         cai generate {shlex.quote(str(job.directory))} --chat --prompt "..."')
         if job.config.log.sample_tokens:
             print(f"sample         {_sample(job)}")
+
+
+def check_enough(config: Config, size: int) -> None:
+    """Raise DataError where a global batch has more samples than the data.
+
+    Args:
+        config: the resolved config.
+        size: the number of samples.
+    """
+    train, ranks = config.train, config.parallel.replicate * config.parallel.shard
+    if size >= train.global_batch:
+        return
+    passes = size // (ranks * train.microbatch_size)
+    fix = f"set train.global_batch to {passes * ranks * train.microbatch_size} or less"
+    if not passes and size >= ranks:
+        fix = f"set train.global_batch to {size // ranks * ranks} and train.microbatch_size to 1"
+    elif not passes:
+        fix = f"set parallel.shard to {size} or less, train.global_batch likewise"
+    raise DataError(
+        "a global batch has more samples than the data",
+        got=f"train.global_batch = {train.global_batch}, {size} sequences of "
+        f"{config.data.sequence_length} tokens",
+        cause="one step would read the same text several times",
+        fix=f"{fix}; or set data.sequence_length lower, or give more text",
+    )
 
 
 LANGUAGE = LanguageTask()
@@ -297,8 +332,7 @@ def export_adapter(
             raise CheckpointError(f"{directory} is not empty", fix="export into a new directory")
         remove(unfinished)
     options = peft_options(config.lora, targets(meta_model(model), config))
-    base = Path(config.model.name).expanduser()
-    options.base_model_name_or_path = str(base.absolute()) if base.is_dir() else config.model.name
+    options.base_model_name_or_path = base_name(config)
     save_adapter(unfinished, weights, on_meta(config, model), options, digest)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(unfinished)
@@ -312,7 +346,7 @@ def base_digest(config: Config) -> str | None:
     """Return the digest of the weights beside which adapters learn; None: all weights learn."""
     if not config.lora.rank:
         return None
-    return digest_of_weights({"": pretrained_directory(config.model.name)}, config.data.cache)
+    return digest_of_weights({"": weights_directory(config)}, config.data.cache)
 
 
 def _check_adapter(config: Config, model: nn.Module) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cai_apps.applications.language.base import is_base
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.rules import check_model, check_numbers, check_settings, with_adapter
-from cai_apps.compose.models import check_causal, pretrained_directory
+from cai_apps.compose.models import check_causal, presets, pretrained_directory
 from cai_apps.config import validation
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
 
     Raises:
         MeshError: the degrees do not multiply to `world_size`.
-        CheckpointError: the files of pretrained weights are not sound.
+        CheckpointError: the files of pretrained weights are not sound; those of a preset are looked for by a run alone.
         ConfigError: the model is no causal one, it or the batch does not divide as asked, a value is out of range, or
             settings do not go together.
     """
     config = with_adapter(validation.resolve(config, world_size))
-    if config.data.tokenizer == "auto":
+    if config.data.tokenizer == "auto" and not is_base(config):
         named = config.model.name if config.model.weights == "pretrained" else "train"
         config = replace(config, data=replace(config.data, tokenizer=named))
     if config.data.boundaries == "auto":
@@ -34,6 +35,6 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     check_causal(model, config.model.name)
     check_numbers(model.to_dict())
     check_model(config, model)
-    if config.model.weights == "pretrained":
+    if config.model.weights == "pretrained" and config.model.name not in presets():
         pretrained_directory(config.model.name)
     return config

@@ -10,7 +10,7 @@ from typing import Any
 SOURCE = "arithmetic"
 """The value of `data.source` that stands for these conversations."""
 COUNT, SEED = 4000, 0
-TERMS = 30
+TERMS = 12
 """Numbers are below this."""
 QUESTIONS = (
     ("What is {} + {}?", operator.add),

@@ -97,8 +97,16 @@ def _unknown_form(record: Mapping[str, Any]) -> DataError:
     )
 
 
+QUESTIONS = ("question", "query", "input", "user", "human", "instruction", "prompt")
+ANSWERS = ("answer", "response", "output", "assistant", "gpt", "completion", "chosen")
+"""Keys of records with one question and its answer, in files of no form that is known."""
+
+
 def _closest_key(record: Mapping[str, Any]) -> str:
-    """Return advice where a key is nearly one of a form's."""
+    """Return advice on the keys of a record: one turn by other names, or a key that is nearly one of a form's."""
+    question, answer = (next((key for key in keys if key in record), None) for keys in (QUESTIONS, ANSWERS))
+    if question and answer:
+        return f"rename {question!r} to 'prompt' and {answer!r} to 'completion'"
     names = {name for keys in FORMS for name in keys}
     advice = (did_you_mean(str(key), names) for key in record)
     return next(

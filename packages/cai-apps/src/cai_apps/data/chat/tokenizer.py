@@ -1,4 +1,4 @@
-"""A tokenizer for conversations, trained on their own text: for models that have none."""
+"""A tokenizer for conversations, trained here: for models that have none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def train_chat_tokenizer(conversations: Iterable[Conversation], vocab_size: int)
         for conversation in conversations:
             yield from (f"{message.role}\n{message.content}" for message in conversation.messages)
 
-    tokenizer = train_tokenizer(texts(), vocab_size, controls=(START, END))
+    return train_text_tokenizer(texts(), vocab_size)
+
+
+def train_text_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train on any texts, as `train_chat_tokenizer` does: for a base that is to learn conversations."""
+    tokenizer = train_tokenizer(texts, vocab_size, controls=(START, END))
     tokenizer.eos_token = END
     tokenizer.chat_template = TEMPLATE
     return tokenizer
