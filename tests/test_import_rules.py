@@ -67,6 +67,7 @@ FACE = "the package itself"
 ROOMS = {
     "cai_mesh": {
         "_lazy": set(),
+        "adapters": set(),
         "errors": set(),
         "experts": set(),
         "operators": set(),
@@ -79,7 +80,7 @@ ROOMS = {
         "checkpoint": {"comm", "errors", "files", "layout"},
         "rng": {"layout"},
         "attention": {"errors", "protocols"},
-        "trial": {"attention", "errors"},
+        "trial": {"adapters", "attention", "errors"},
         "gradients": {"comm", "errors", "layout", "operators", "protocols"},
         "storage": {"comm", "errors", "gradients", "layout", "protocols"},
     },

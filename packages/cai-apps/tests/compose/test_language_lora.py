@@ -334,7 +334,7 @@ def test_peft_reads_what_any_layout_exports(layout, option, runs):
         model(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-5
     )
     with model.disable_adapter():
-        assert (model(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() > 1e-2
+        assert (model(input_ids=ids).logits - merged(input_ids=ids).logits).abs().max() > 1e-4
     for name, value in model.merge_and_unload().state_dict().items():
         torch.testing.assert_close(value, merged.state_dict()[name], rtol=1e-5, atol=1e-5, msg=name)
     assert all(torch.equal(first[name], last[name]) for name in first if ".base_layer." in name)

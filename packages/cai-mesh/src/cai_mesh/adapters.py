@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+__all__ = ["BASE", "Pair", "adapters", "base_layer", "drops_inputs", "scales_rows"]
+
 BASE = "base_layer"
 DROPOUT = "lora_dropout"
 MAGNITUDES = "lora_magnitude_vector"

@@ -12,7 +12,6 @@ from cai_kernels.errors import KernelError
 from cai_kernels.fp8_linear.checks import SCALINGS, Scaling
 from cai_kernels.fp8_linear.function import Fp8Linear, Fp8Options
 from cai_kernels.fp8_linear.products import InputCache
-from cai_mesh.adapters import base_layer
 
 Skip = Callable[[str, nn.Module], bool]
 
@@ -88,7 +87,8 @@ def convert_to_fp8(
 def _convertible(model: nn.Module, skip: Skip | None) -> dict[nn.Linear, str]:
     """The layers to convert, with their first name, in the order of the model."""
     find = getattr(model, "get_output_embeddings", None)
-    output_layer = base_layer(find()) if callable(find) else None
+    head = find() if callable(find) else None
+    output_layer = getattr(head, "base_layer", head)  # where adapters stand beside it
     names: dict[nn.Linear, str] = {}
     skipped = set()
     for name, module in model.named_modules(remove_duplicate=False):

@@ -114,8 +114,8 @@ class SmallModel:
 
     def without_adapters(self) -> SmallModel:
         """The same without adapters beside its layers."""
-        kept = tuple(change for change in self.changes if not isinstance(change, AdapterChange))
-        return replace(self, changes=kept)
+        changes = (change for change in self.changes if not isinstance(change, AdapterChange))
+        return replace(self, changes=tuple(changes))
 
     def loss(self, output: Any) -> torch.Tensor:
         """The loss that the model computes from its labels; without labels one that depends on all it returns."""

@@ -26,12 +26,12 @@ class Inner:
 
     Args:
         name: its name in the model.
-        cut: whether it is cut by the role of the layer that it is in; else it is whole.
+        is_cut: whether it is cut by the role of the layer that it is in; else it is whole.
         reads_parts: whether it is whole and reads what may be cut along the sequence.
     """
 
     name: str
-    cut: bool
+    is_cut: bool
     reads_parts: bool = False
 
 
@@ -48,10 +48,10 @@ def inner_layers(name: str, module: nn.Module, role: Role) -> list[Inner]:
         )
     _check(name, module)
     rows = role.kind in ROWS
-    layers = [Inner(f"{name}.{BASE}", cut=True)]
+    layers = [Inner(f"{name}.{BASE}", is_cut=True)]
     for pair in adapters(module):
-        layers.append(Inner(f"{name}.{pair.down}", cut=rows))
-        layers.append(Inner(f"{name}.{pair.up}", cut=not rows, reads_parts=rows))
+        layers.append(Inner(f"{name}.{pair.down}", is_cut=rows))
+        layers.append(Inner(f"{name}.{pair.up}", is_cut=not rows, reads_parts=rows))
     return layers
 
 

@@ -141,7 +141,7 @@ class Cut:
         for layer in pairs:
             module = model.get_submodule(layer.name)
             narrow.module_name = name if role.kind in ROWS else layer.name
-            if layer.cut:
+            if layer.is_cut:
                 MODES[self.mode](module, role, narrow)
             elif layer.reads_parts and context.sequence is not None and name not in context.enclosed:
                 sum_gradients(module, context.group)

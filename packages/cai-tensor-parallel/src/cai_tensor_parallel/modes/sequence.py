@@ -172,13 +172,13 @@ def survey(model: nn.Module, roles: dict[str, Role]) -> Places:
     cut_places = {_gathering(model, n, roles) for n in inward if roles[n].kind != GATHERED}
     enclosed |= {name for name in mixers if not _is_below(name, cut_places | enclosed)}
     places = {_gathering(model, name, roles) for name in inward if not _is_below(name, enclosed)}
-    beside = _inside_adapted(model, roles)
+    adapted_layers = _inside_adapted(model, roles)
     streams = [
         name
         for name, module in model.named_modules()
         if name.startswith(within)
         and _holds(module)
-        and name not in beside
+        and name not in adapted_layers
         and _is_whole(name, roles)
         and roles.get(name, Role("")).kind not in ALIKE
         and not _is_below(name, places | enclosed)
@@ -258,8 +258,8 @@ def _holds(module: nn.Module) -> bool:
 
 def _inside_adapted(model: nn.Module, roles: dict[str, Role]) -> set[str]:
     """Return the layers inside those with adapters that are cut, who see to them by themselves."""
-    cut = [name for name, role in roles.items() if not role.parameter and not _is_whole(name, roles)]
-    adapted = [name for name in cut if adapters(model.get_submodule(name))]
+    cut_layers = [name for name, role in roles.items() if not role.parameter and not _is_whole(name, roles)]
+    adapted = [name for name in cut_layers if adapters(model.get_submodule(name))]
     return {f"{name}.{inner}" for name in adapted for inner, _ in model.get_submodule(name).named_modules()}
 
 

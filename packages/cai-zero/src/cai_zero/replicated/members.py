@@ -62,8 +62,8 @@ class Members:
     def device(self) -> torch.device:
         """The device of what is trained; where nothing is, that of the model."""
         trained = (param for param in self.params if param.requires_grad)
-        others = () if self._model is None else self._model.parameters()
-        return next(itertools.chain(trained, others)).device
+        model_params = () if self._model is None else self._model.parameters()
+        return next(itertools.chain(trained, model_params)).device
 
     @property
     def by_group(self) -> list[list[nn.Parameter]]:
