@@ -354,3 +354,29 @@ def test_a_penalty_on_gradients_through_the_loss_raises():
     first = torch.autograd.grad(loss, model.mix.weight, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         (loss + first.square().sum()).backward()
+
+
+class Shown(nn.Parameter):
+    """A parameter that operators treat as any other."""
+
+
+class Watched(nn.Parameter):
+    """A parameter whose operators go through a function of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(Shown, True), (Watched, False)])
+def test_logits_wait_where_operators_treat_the_weight_as_any_parameter(kind, waits):
+    plain = Model()
+    model = copy.deepcopy(plain)
+    model.head.weight.__class__ = kind
+    model.head.weight.requires_grad_(False)
+    plain.head.weight.requires_grad_(False)
+    swap(model, kinds=("loss",))
+    assert isinstance(model.train()(IDS), Logits) == waits
+    losses = [with_gradients(either, loss_of(either(IDS))) for either in (model, plain)]
+    torch.testing.assert_close(*losses)

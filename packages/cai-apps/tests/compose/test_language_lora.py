@@ -405,19 +405,24 @@ def test_modules_and_layers_that_cannot_be_are_refused(changes, words):
 
 @pytest.mark.parametrize("layout", ["one", "host", "zero3"])
 def test_frozen_weights_are_kept_once_in_the_dtype_of_computing(layout):
-    """No float32 copy of what nobody steps, in no stage and no memory; adapters have their master weights."""
-    dtypes = run_ranks(1, dtypes_in_bfloat16, layout)[0]
-    adapters = (
-        "torch.bfloat16" if layout == "one" else "torch.float32"
-    )  # the optimizer has master weights apart
+    """No float32 copy of what nobody steps, in no stage and no memory; adapters have their master weights.
+
+    Nor are logits of all tokens made beside a frozen output layer, where kernels are on.
+    """
+    dtypes, logits_wait = run_ranks(1, in_bfloat16, layout)[0]
+    assert logits_wait
+    adapters = "torch.bfloat16" if layout == "one" else "torch.float32"  # their masters are the optimizer's
     assert {dtype for name, dtype in dtypes.items() if not is_adapter(name)} == {"torch.bfloat16"}
     assert {dtype for name, dtype in dtypes.items() if is_adapter(name)} == {adapters}
 
 
-def dtypes_in_bfloat16(layout: str) -> dict[str, str]:
-    config = replace(run_config(Case(zero=3 if layout == "zero3" else 1), "fp32"), lora=LORA)
+def in_bfloat16(layout: str) -> tuple[dict[str, str], bool]:
+    """The dtypes of all parameters by name, and whether the logits of a forward are not made yet."""
+    case = Case(zero=3 if layout == "zero3" else 1, kernels="on")
+    config = replace(run_config(case, "fp32"), lora=LORA)
     config = replace(config, precision=replace(config.precision, compute="bf16"))
     if layout == "host":
         config = replace(config, memory=replace(config.memory, residency="host"))
     session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
-    return {name: str(param.dtype) for name, param in session.model.named_parameters()}
+    dtypes = {name: str(param.dtype) for name, param in session.model.named_parameters()}
+    return dtypes, session.model.train()(input_ids=batch(0)[0], use_cache=False).logits.pending()

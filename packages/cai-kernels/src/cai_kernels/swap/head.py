@@ -69,10 +69,20 @@ def _may_wait(head: nn.Module, hidden: Any, backend: Backend) -> bool:
         return False
     weight, autocast = head.weight, torch.is_autocast_enabled(hidden.device.type)
     fits = autocast or weight.dtype == hidden.dtype
-    # a tensor without values stands for a plain one: memory is planned with those
-    plain = type(weight) in (torch.Tensor, nn.Parameter, FakeTensor) or _calls_again(head)
+    plain = _is_plain(type(weight)) or _calls_again(head)
     dtypes = DTYPES if choose(backend, hidden.device) == "triton" else (*DTYPES, torch.float64)
     return plain and fits and hidden.dtype in dtypes and weight.dtype in dtypes
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether operators treat a weight of this class as torch's own.
+
+    A tensor without values stands for a plain one: memory is planned with those.
+    """
+    if not issubclass(kind, nn.Parameter):
+        return kind in (torch.Tensor, FakeTensor)
+    hooks = ("__torch_function__", "__torch_dispatch__")
+    return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in hooks)
 
 
 def _calls_again(head: nn.Module) -> bool:
