@@ -37,6 +37,8 @@ PAIRS = {
     "zero2": Case(data=2, zero=2),
     "zero3": Case(data=2, zero=3),
     "zero3-host": Case(data=2, zero=3),
+    "tensor2-sequence": Case(tensor=2, sequence=True),
+    "pipeline2": Case(pipeline=2),
 }
 LAYOUTS = ALONE | PAIRS
 
