@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import pytest
 
-from cai_apps.data.chat.messages import read_conversation
-
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(
     r"(?:<!-- run: (?P<how>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
@@ -130,6 +128,8 @@ def prepare(folder: Path) -> None:
 
 def script(folder: Path) -> str:
     """One program of all blocks: shell as it stands, Python in files beside it."""
+    from cai_apps.data.chat.messages import read_conversation  # READMEs run where cai-apps is not installed
+
     lines = []
     for number, block in enumerate(blocks_of([TUTORIAL])):
         if block.how.startswith("no, because"):
