@@ -259,8 +259,8 @@ CASES: dict[str, list[Case]] = {
     "language": [
         language("--model.name=lama-tiny", "no model", "did you mean"),
         language("--model.name=", "model.name"),
-        language("--model.name={here}/none", "no model"),
-        language("--model.name={here}/file", "no model", made=files.file),
+        language("--model.name={here}/none", "no directory", "{here}/none"),
+        language("--model.name={here}/file", "no directory", "got:      a file", made=files.file),
         language("--model.name=../../etc", "model"),
         language("--model.weights=pretrained --data.tokenizer=train", "tokenizer"),
         language("--model.weights=pretrained", "only a shape"),

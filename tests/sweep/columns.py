@@ -137,7 +137,7 @@ def train(model_config: PretrainedConfig, **options: Any) -> Trained:
         first = norm if step == 0 else first
         losses.append(_over_data_ranks(session, loss))
     microbatches, total = _microbatches(session, STEPS)
-    losses.append(_over_data_ranks(session, session.evaluate(microbatches, total=total)))
+    losses.append(_over_data_ranks(session, session.evaluate(microbatches, total=total).loss))
     return Trained(losses, first, _parameters(session), shared)
 
 

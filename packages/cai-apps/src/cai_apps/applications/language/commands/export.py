@@ -19,7 +19,7 @@ class Arguments:
     source: Annotated[Path, tyro.conf.Positional]
     """Run directory (its newest checkpoint) or one of its checkpoints."""
     directory: Annotated[Path, tyro.conf.Positional]
-    """Directory to write."""
+    """The directory to write: an HF directory, or a folder of peft."""
     merge: bool = False
     """Write the whole model of a run with adapters as an HF directory, with the adapters in its weights."""
 
