@@ -41,6 +41,8 @@ PAIRS = {
     "pipeline2": Case(pipeline=2),
 }
 LAYOUTS = ALONE | PAIRS
+OTHERS = (1, 4)
+"""How far down the list the layouts stand whose checkpoints one goes on from; the matrix takes all."""
 
 
 def config_of(layout: str, base: Path, lora: LoRA = LORA, dtype: str = "fp64"):
@@ -113,14 +115,26 @@ def refusal(base: Path, home: Path) -> str:
     return str(raised.value)
 
 
+def sources_of(layout: str) -> tuple[str, ...]:
+    names = list(LAYOUTS)
+    return tuple(names[(names.index(layout) + step) % len(names)] for step in OTHERS)
+
+
+def resumed(pairs: tuple[tuple[str, str], ...], base: Path, home: Path):
+    """By layout and the layout that saved: losses and weights of the rest."""
+    results = {}
+    for layout, source in pairs:
+        session = session_of(layout, base)
+        session.loaded(checkpoint.load(home / source, session.state()), HALF)
+        results[layout, source] = steps(session, layout, HALF, 2 * HALF), learned(session)
+    return results
+
+
 def gone_on(layouts: tuple[str, ...], base: Path, home: Path):
-    """By layout and the layout that saved: losses and weights of the rest; by layout: those of peft's folder."""
-    results, read = {}, {}
+    """What `resumed` gives, and by layout losses and weights of a run that begins with peft's folder."""
+    pairs = tuple((layout, source) for layout in layouts for source in sources_of(layout))
+    results, read = resumed(pairs, base, home), {}
     for layout in layouts:
-        for source in LAYOUTS:
-            session = session_of(layout, base)
-            session.loaded(checkpoint.load(home / source, session.state()), HALF)
-            results[layout, source] = steps(session, layout, HALF, 2 * HALF), learned(session)
         lora = with_adapter(config_of(layout, base, LoRA(adapter=str(home / "peft")))).lora
         session = session_of(layout, base, lora)
         read[layout] = learned(session), steps(session, layout, 0, 1)[0]
@@ -193,14 +207,28 @@ def test_checkpoints_hold_what_is_trained_and_no_base(ran, home):
         assert not any(".base_layer." in name or "embed_tokens" in name for name in names)
 
 
-@pytest.mark.parametrize("source", list(LAYOUTS))
-def test_a_checkpoint_of_any_layout_goes_on_on_every_other(source, ran, again):
-    losses, weights = ran["one"]
-    assert ran[source][0] == pytest.approx(losses, rel=1e-9)
-    for layout in LAYOUTS:
-        rest, last = again[0][layout, source]
-        assert rest == pytest.approx(losses[HALF:], rel=1e-9), layout
-        assert_same_as_one_device(last, weights, tolerance=1e-7)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_run_goes_on_from_checkpoints_of_other_layouts(layout, ran, again):
+    assert ran[layout][0] == pytest.approx(ran["one"][0], rel=1e-9)
+    for source in sources_of(layout):
+        _compare(again[0][layout, source], ran["one"])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_run_goes_on_from_checkpoints_of_every_layout(layout, ran, home):
+    pairs = tuple((layout, source) for source in LAYOUTS)
+    for result in run_ranks(LAYOUTS[layout].world, resumed, pairs, home / "base", home, timeout=400)[
+        0
+    ].values():
+        _compare(result, ran["one"])
+
+
+def _compare(result, whole) -> None:
+    """Compare the rest of a run that was resumed with that of one that was not."""
+    (rest, last), (losses, weights) = result, whole
+    assert rest == pytest.approx(losses[HALF:], rel=1e-9)
+    assert_same_as_one_device(last, weights, tolerance=1e-7)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
