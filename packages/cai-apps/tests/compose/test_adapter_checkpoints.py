@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from cai_apps.applications.language.config import LoRA
 from cai_apps.applications.language.rules import with_adapter
 from cai_apps.applications.language.task import export_adapter, trained_weights, workload
-from cai_apps.compose.adapter_files import check_adapter, check_base
+from cai_apps.compose.adapter_files import check_adapter, check_trained_beside
 from cai_apps.compose.apply import apply
 from cai_apps.config.adapters import read_adapter
 from cai_apps.config.sections import Precision
@@ -288,6 +288,11 @@ def test_a_base_is_known_by_its_tensors(home, tmp_path):
     assert digest(tmp_path / "in-one-file") != before
     model.to(torch.bfloat16).save_pretrained(tmp_path / "rounded")
     assert digest(tmp_path / "rounded") != before
+    file = tmp_path / "rounded" / "model.safetensors.index.json"
+    entries = dict.fromkeys([*load_file(file.parent / "model.safetensors"), "nowhere"], "model.safetensors")
+    file.write_text(json.dumps({"weight_map": entries}))
+    with pytest.raises(CheckpointError, match="has no tensor nowhere"):
+        digest(tmp_path / "rounded")
 
 
 def changed(folder: Path, target: Path, **options) -> Path:
@@ -398,11 +403,11 @@ def build_and_check(home: Path, folder: Path) -> None:
 
 def test_an_adapter_of_another_base_is_told_or_refused(home, tmp_path):
     adapter = read_adapter(home / "peft")
-    assert "its base" in check_base(replace(adapter, base="meta-llama/other"), "here", "a")
-    assert check_base(replace(adapter, base="here"), "here", "a") == ""
-    assert check_base(replace(adapter, base="there", base_digest="a"), "here", "a") == ""
+    assert "its base" in check_trained_beside(replace(adapter, base="meta-llama/other"), "here", "a")
+    assert check_trained_beside(replace(adapter, base="here"), "here", "a") == ""
+    assert check_trained_beside(replace(adapter, base="there", base_digest="a"), "here", "a") == ""
     with pytest.raises(ConfigError, match="beside other weights"):
-        check_base(replace(adapter, base_digest="b"), "here", "a")
+        check_trained_beside(replace(adapter, base_digest="b"), "here", "a")
 
 
 def test_what_a_base_ties_must_be_one_tensor(home, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -59,6 +60,10 @@ def check_predictions(loss, own, whole, labels):
             guesses = torch.where(labels == -100, labels, logits.argmax(-1))
             guesses[0, 1] = (guesses[0, 1] + 1) % logits.shape[-1]
             assert int(loss.correct(mine, guesses)) == int((labels != -100).sum()) - 1
+        broken = whole.clone()
+        broken[0, 2] = math.nan
+        tokens = loss.likeliest(Output(broken[..., start : start + own.shape[-1]]))
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < whole.shape[-1], "it is fed to the model again"
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.config import Config, LoRA
 from cai_apps.applications.language.model import build
 from cai_apps.compose.models import load_model_config, meta_model
-from cai_apps.config.sections import LoRA
 from cai_apps.data.document_rows import lengths_of
 from cai_apps.planner.flops import model_flops
 

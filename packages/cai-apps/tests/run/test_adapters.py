@@ -119,7 +119,9 @@ def test_a_run_exports_its_adapter_alone(run):
 def test_exported_merged_and_read_by_peft_it_says_the_same(run, base, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
+    (tmp_path / "adapter.tmp").mkdir()
     assert cai(capsys, "export", run, tmp_path / "adapter")[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "adapter.tmp"}, "that is somebody's"
     ours, again = weights(run / "export"), weights(tmp_path / "adapter")
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
     assert cai(capsys, "export", run, tmp_path / "merged", "--merge")[0] == 0

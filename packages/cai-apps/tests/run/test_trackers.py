@@ -220,6 +220,26 @@ def test_trackers_that_keep_a_step_twice_are_not_given_it_again(run, monkeypatch
     assert config["train"]["global_batch"] == 8 and json.dumps(config)
 
 
+def test_a_third_start_gives_no_step_twice(run, monkeypatch):
+    """The second start was killed before it came as far as the first: its last record is not the last there was."""
+    writers = []
+    monkeypatch.setitem(table.ROWS, "wandb", Row(lambda: writers.append(Kept()) or writers[-1]))
+    started(run, config_of("wandb"), 0, 0, [5.0, 4.0, 3.0, 2.0])
+    started(run, config_of("wandb"), 1, 4, [40.0])
+    started(run, config_of("wandb"), 1, 2, [40.0, 30.0, 20.0, 10.0])
+    assert [[step for step, _ in writer.steps] for writer in writers] == [[1, 2, 3, 4], [], [5]]
+
+
+def test_one_that_hangs_takes_no_time_from_the_others(run, monkeypatch):
+    forever, other = threading.Event(), Kept()
+    monkeypatch.setitem(table.ROWS, "wandb", Row(lambda: Kept(lambda what, step: forever.wait())))
+    monkeypatch.setitem(table.ROWS, "trackio", Row(lambda: other))
+    monkeypatch.setattr(trackers, "SECONDS", 1.0)
+    started(run, config_of("wandb", "trackio"), 0, 0, [5.0, 4.0])
+    assert [step for step, _ in other.steps] == [1, 2] and other.finished
+    forever.set()
+
+
 def test_nothing_is_kept_where_nobody_tracks(run):
     started(run, config_of(), 0, 0, [5.0])
     assert not list(run.path.iterdir())
@@ -294,13 +314,14 @@ def test_outside_of_a_repository_and_without_git_there_is_no_state(tmp_path, mon
 
 def test_no_program_of_a_repository_runs(repository):
     (repository / "a.py").write_text("one\n")
-    (repository / ".gitattributes").write_text("*.py diff=mine\n")
+    (repository / ".gitattributes").write_text("*.py diff=mine filter=mine\n")
     git("add", ".", at=repository)
     git("commit", "-m", "a", at=repository)
     program = repository / "program"
     program.write_text(f"#!/bin/sh\ntouch {repository}/ran\n")
     program.chmod(0o755)
-    for key in ("core.fsmonitor", "diff.external", "diff.mine.command", "diff.mine.textconv"):
+    filters = ("filter.mine.clean", "filter.mine.process")
+    for key in ("core.fsmonitor", "diff.external", "diff.mine.command", "diff.mine.textconv", *filters):
         git("config", key, str(program), at=repository)
     (repository / "a.py").write_text("two\n")
     assert git_state()["git"]["dirty"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.lora import full_tensors, is_adapter
 from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter
-from cai_mesh.checkpoint import load_hf
+from cai_mesh.checkpoint import NewDirectory, load_hf
 from cai_mesh.errors import ConfigError
 from cai_mesh.layout import BoxedTensor, canonical_name
 
@@ -43,7 +43,7 @@ def check_adapter(adapter: Adapter, model: nn.Module) -> None:
     """Check an adapter against the model, on any device, that its options make of a base.
 
     Raises:
-        ConfigError: tensors are missing, of another shape, or of no layer of the model; or the adapter has unties what
+        ConfigError: tensors are missing, of another shape, or of no layer of the model; or it has trained apart what
             the base ties.
     """
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
@@ -79,13 +79,13 @@ def check_adapter(adapter: Adapter, model: nn.Module) -> None:
         )
 
 
-def check_base(adapter: Adapter, name: str, digest: str | None) -> str:
+def check_trained_beside(adapter: Adapter, name: str, digest: str | None) -> str:
     """Compare the base of an adapter with a run's; return a line that says where they have other names, or nothing.
 
     Args:
         adapter: the adapter.
         name: the name of the run's base.
-        digest: the digest of its weights; None: it is not expected_names.
+        digest: the digest of its weights; None: it is not known.
 
     Raises:
         ConfigError: the weights are not those that the adapter was trained beside.
@@ -115,7 +115,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> None:
 
 
 def save_adapter(
-    directory: Path,
+    new: NewDirectory,
     weights: Mapping[str, BoxedTensor],
     model: nn.Module,
     options: LoraConfig,
@@ -124,7 +124,7 @@ def save_adapter(
     """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
 
     Args:
-        directory: the directory of the files, made where it is not there.
+        new: the directory of the files.
         weights: the trained weights by name; a rank may hold parts of some of them.
         model: the whole model with its adapters, without memory.
         options: their options.
@@ -143,8 +143,10 @@ def save_adapter(
     for name, value in full_tensors(weights, names.__contains__):
         if dist.get_rank() == 0:
             tensors |= {f"{PREFIX}{alias}": value.float().clone() for alias in names[name]}
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        options.save_pretrained(directory)
-        metadata = {"format": "pt"} | ({} if digest is None else {BASE_DIGEST: digest})
-        save_file(tensors, directory / WEIGHTS, metadata=metadata)
+    metadata = {"format": "pt"} | ({} if digest is None else {BASE_DIGEST: digest})
+
+    def write() -> None:
+        options.save_pretrained(new.temporary)
+        save_file(tensors, new.temporary / WEIGHTS, metadata=metadata)
+
+    new.write(write, first=True)

@@ -122,7 +122,8 @@ class NextTokenLoss:
             place = torch.zeros_like(top, dtype=torch.int64)
         greatest = top.clone()
         all_reduce(greatest, self.form.columns, op="max").wait()
-        place = place.masked_fill(top != greatest, torch.iinfo(torch.int64).max)
+        elsewhere = (top != greatest) & ~greatest.isnan()  # of what is not a number any place will do
+        place = place.masked_fill(elsewhere, torch.iinfo(torch.int64).max)
         all_reduce(place, self.form.columns, op="min").wait()
         return place
 

@@ -171,10 +171,11 @@ def _stripped(directory: Path, name: str) -> str:
 
 def _whole_number(directory: Path, table: dict[str, Any], key: str) -> int:
     value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value != int(value):
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+    if number < 1 or not float(number).is_integer():
         raise ConfigError(
             f"{directory / OPTIONS} has a value that is not supported",
             got=f"{key} = {value!r}",
             expected="a whole number from 1 on",
         )
-    return int(value)
+    return int(number)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.errors import CheckpointError, ConfigError, DataError
 from cai_mesh.files import check_header, own_folder, private_folder, weight_files, write_text
 
 SETTLING = 2 * 10**9
@@ -72,9 +72,16 @@ def digest_of_weights(directories: Mapping[str, Path], cache: str) -> str:
     texts = _contents(files, cache, "weights", _tensor_digests)
     digests = {name: json.loads(text) for name, text in texts.items()}
     total = hashlib.sha256()
-    for part, (_, where) in sorted(places.items()):
+    for part, (path, where) in sorted(places.items()):
         for tensor, file in sorted(where.items()):
-            total.update(f"{part}\0{tensor}\0{digests[f'{part}/{file}'][tensor]}\n".encode())
+            of_file = digests[f"{part}/{file}"]
+            if tensor not in of_file:
+                raise CheckpointError(
+                    f"{path / file} has no tensor {tensor}",
+                    cause="the index beside it says that it has",
+                    fix="copy or download the folder again",
+                )
+            total.update(f"{part}\0{tensor}\0{of_file[tensor]}\n".encode())
     return total.hexdigest()
 
 

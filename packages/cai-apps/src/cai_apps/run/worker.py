@@ -113,7 +113,8 @@ def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
         activity.record(f"step {position.step + 1} (since {now}; loss of the step before {metrics.loss:.4f})")
-        probes.before(position.step + 1)
+        if not loop.stopped:
+            probes.before(position.step + 1)
 
     signals, by_clock, paused = (lambda: guard.asked), saver.by_clock, watchdog.paused
     loop = Loop(session, work, training, validation, device, on_step, signals, by_clock, paused)

@@ -11,6 +11,7 @@ from cai_mesh.checkpoint.hf import load_hf, save_hf, unchanged
 from cai_mesh.checkpoint.loading import Contents, contents, load, newest_good
 from cai_mesh.checkpoint.lock import Lock
 from cai_mesh.checkpoint.manifest import Manifest, verify
+from cai_mesh.checkpoint.new_directory import NewDirectory, new_directory
 from cai_mesh.checkpoint.saving import Saving, save
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "Contents",
     "Lock",
     "Manifest",
+    "NewDirectory",
     "Saving",
     "concatenate",
     "contents",
     "latest",
     "load",
     "load_hf",
+    "new_directory",
     "newest_good",
     "save",
     "save_hf",

@@ -6,12 +6,9 @@ boxes into them at their place, so no tensor is gathered anywhere.
 
 from __future__ import annotations
 
-import glob
 import json
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -23,11 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.checkpoint.agree import agreed, control_group
+from cai_mesh.checkpoint.agree import control_group
 from cai_mesh.checkpoint.assembly import Assembly, Part, reversed_parts
 from cai_mesh.checkpoint.loading import SHOWN
-from cai_mesh.checkpoint.lock import Lock
-from cai_mesh.checkpoint.manifest import fsync
+from cai_mesh.checkpoint.new_directory import new_directory
 from cai_mesh.checkpoint.stored import StoredTensors
 from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
@@ -217,7 +213,6 @@ def save_hf(
     """
     final = Path(directory)
     group = control_group()
-    rank = dist.get_rank() if group is not None else 0
     boxes = {canonical_name(n, p): BoxedTensor.from_param(p) for n, p in model.named_parameters()}
     boxes |= {name: BoxedTensor.from_param(buffer) for name, buffer in _buffers(model).items()}
     replaced = set().union(
@@ -230,52 +225,10 @@ def save_hf(
     files = tensors({name: shape for name, (shape, _) in present.items()})
     entries = _lay_out(_typed(files, present), dtype, max_file_bytes, _stem(model))
     parts = reversed_parts(files)
-    export = _Export(final, agreed(lambda: uuid.uuid4().hex, group)[0])
-    try:
-        agreed(lambda: export.begin(entries) if rank == 0 else None, group)
-        agreed(lambda: _write_boxes(export.temporary, entries, boxes, parts, _unshared(boxes, group)), group)
-        agreed(lambda: export.finish(model, entries) if rank == 0 else None, group)
-    finally:
-        export.close()
-
-
-class _Export:
-    """A directory that is being written. All ranks know its names; one of them begins, finishes and closes it."""
-
-    def __init__(self, final: Path, save: str):
-        self._final, self._save = final, save
-        self.temporary = final.with_name(f"{final.name}.{save}.tmp")
-        self._lock: Lock | None = None
-
-    def begin(self, entries: Mapping[str, _Entry]) -> None:
-        """Keep other jobs out, remove what killed ones have left, and lay out the files."""
-        self._final.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = Lock(self._final.with_name(f"{self._final.name}.lock"), self._save)
-        if self._final.exists() and any(self._final.iterdir()):
-            raise CheckpointError(f"{self._final} is not empty", fix="export into a new directory")
-        for leftover in self._final.parent.glob(f"{glob.escape(self._final.name)}.{'[0-9a-f]' * 32}.tmp"):
-            if leftover != self.temporary:
-                shutil.rmtree(leftover, ignore_errors=True)
-        self.temporary.mkdir()
-        _write_headers(self.temporary, entries)
-
-    def finish(self, model: nn.Module, entries: Mapping[str, _Entry]) -> None:
-        """Write what stands beside the weights, and rename."""
-        assert self._lock is not None
-        _write_beside(model, self.temporary, entries)
-        self._lock.check()
-        if self._final.exists():
-            self._final.rmdir()
-        self.temporary.rename(self._final)
-        fsync(self._final.parent)
-        self.close()
-
-    def close(self) -> None:
-        """Remove what was not finished, and let other jobs in."""
-        if self._lock is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            self._lock.release()
-            self._lock = None
+    with new_directory(final) as new:
+        new.write(lambda: _write_headers(new.temporary, entries), first=True)
+        new.write(lambda: _write_boxes(new.temporary, entries, boxes, parts, _unshared(boxes, group)))
+        new.write(lambda: _write_beside(model, new.temporary, entries), first=True)
 
 
 def _everyones(boxes: Mapping[str, BoxedTensor], group: dist.ProcessGroup | None):

@@ -80,7 +80,9 @@ def export(path: Path, directory: Path, *, merge: bool = False) -> Path:
         ConfigError: `merge`, and the run has no adapters.
     """
     run, source = find_run(path)
-    config = LANGUAGE.resolve(_alone(config_file.read(run.config_file, Config)), 1)
+    config = _alone(config_file.read(run.config_file, Config))  # it was resolved when the run began
+    if merge or not config.lora.rank:
+        config = LANGUAGE.resolve(config, 1)
     if merge and not config.lora.rank:
         raise ConfigError(
             "there is nothing to merge",
@@ -127,5 +129,6 @@ def _check_base(source: Path, config: Config) -> None:
 
 
 def _alone(config: Config) -> Config:
-    """The same model on one rank."""
-    return replace(config, parallel=Parallel(zero=0), memory=Memory())
+    """The same model on one rank; values of adapters are those of the checkpoint."""
+    lora = replace(config.lora, adapter=None)
+    return replace(config, parallel=Parallel(zero=0), memory=Memory(), lora=lora)

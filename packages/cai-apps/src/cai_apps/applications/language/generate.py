@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter
+from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
 from cai_apps.compose.lora import add_adapters, learned_modules, need_peft
 from cai_apps.compose.models import pretrained_directory
 from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
@@ -52,10 +52,12 @@ class Place:
     Args:
         model: an HF model directory.
         adapter: a folder of peft with an adapter for it; None: it has none.
+        cache: the directory in which the digest of a base is kept, as `data.cache`.
     """
 
     model: Path
     adapter: Path | None = None
+    cache: str = Data().cache
 
     @property
     def tokenizer(self) -> Path:
@@ -64,18 +66,19 @@ class Place:
         return self.adapter if has_own and self.adapter is not None else self.model
 
 
-def place_of(directory: Path, adapter: Path | None = None) -> Place:
+def place_of(directory: Path, adapter: Path | None = None, cache: str = Data().cache) -> Place:
     """Return the model of a directory; of one with an adapter alone its base, by the name that the adapter has for it.
 
     Args:
         directory: an export, another HF model directory, or a folder of peft.
         adapter: a folder of peft with an adapter for the model.
+        cache: the directory in which the digest of a base is kept.
 
     Raises:
         ConfigError: there is neither a model nor an adapter, or there are two adapters, or the base is not there.
     """
     if (directory / "config.json").is_file():
-        return Place(directory, adapter)
+        return Place(directory, adapter, cache)
     if not is_adapter_folder(directory):
         raise ConfigError(
             f"not an HF model directory: {directory}", expected="the directory of an export, or of an adapter"
@@ -92,7 +95,7 @@ def place_of(directory: Path, adapter: Path | None = None) -> Place:
             f"the adapter at {directory} does not say beside which model it was trained",
             fix="cai generate MODEL --adapter " + str(directory),
         )
-    return Place(pretrained_directory(base), directory)
+    return Place(pretrained_directory(base), directory, cache)
 
 
 def generate(
@@ -103,6 +106,7 @@ def generate(
     adapter: Path | None = None,
     special_tokens: SpecialTokens = "text",
     chat: bool = False,
+    cache: str = Data().cache,
 ) -> str:
     """Return the prompt with its continuation, or the answer to it.
 
@@ -116,6 +120,7 @@ def generate(
         adapter: a folder of peft with an adapter for the model.
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
+        cache: the directory in which the digest of an adapter's base is kept.
 
     Raises:
         ConfigError: `directory` is not an HF model directory with a tokenizer and safetensors, or the adapter is of
@@ -123,7 +128,7 @@ def generate(
         DataError: the tokenizer has ids that the model has no row for.
         CheckpointError: an index names files outside it, or the header of a file is not sound.
     """
-    place = place_of(directory, adapter)
+    place = place_of(directory, adapter, cache)
     tokenizer = load_tokenizer(place.tokenizer)
     if not chat:
         ids = prompt_ids(tokenizer, prompt, special_tokens)
@@ -205,16 +210,16 @@ def _model(place: Place) -> Any:
             fix="export or download it again",
         )
     if adapter is not None:
-        _adapt(model, adapter, directory)
+        _adapt(model, adapter, place)
     return model
 
 
-def _adapt(model: nn.Module, adapter: Adapter, base: Path) -> None:
+def _adapt(model: nn.Module, adapter: Adapter, place: Place) -> None:
     """Put an adapter into a model, in place."""
     digest = None
     if adapter.base_digest is not None:
-        digest = digest_of_weights({"": base}, Data().cache)
-    check_base(adapter, str(base), digest)
+        digest = digest_of_weights({"": place.model}, place.cache)
+    check_trained_beside(adapter, str(place.model), digest)
     lora = LoRA(rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized)
     add_adapters(model, lora, adapter.targets, learned_modules(model, adapter.modules))
     check_adapter(adapter, model)

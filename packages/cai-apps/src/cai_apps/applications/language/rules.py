@@ -53,7 +53,7 @@ def with_adapter(config: Config) -> Config:
     }
     choices = {key: value for key in of_adapter if (value := getattr(lora, key))}
     for key, value in choices.items():
-        if value != of_adapter[key]:
+        if (set(value) != set(of_adapter[key])) if isinstance(value, tuple) else value != of_adapter[key]:
             raise ConfigError(
                 f"lora.{key} is not that of the adapter that training goes on from",
                 got=f"{value!r}, and {of_adapter[key]!r} in {lora.adapter}",

@@ -19,7 +19,7 @@ from cai_apps.applications.language.model import build, initializer, on_meta, ta
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
-from cai_apps.compose.adapter_files import check_adapter, check_base, load_adapter, save_adapter
+from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
 from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
@@ -48,9 +48,8 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.checkpoint import load_hf, save_hf
-from cai_mesh.errors import CheckpointError, ConfigError, DataError
-from cai_mesh.files import remove
+from cai_mesh.checkpoint import load_hf, new_directory, save_hf
+from cai_mesh.errors import CaiError, ConfigError, DataError
 from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class LanguageTask:
         if job.config.data.format == "chat":
             print(f'try it         cai generate {shlex.quote(str(job.directory))} --chat --prompt "..."')
         if job.config.log.sample_tokens:
-            print(f"sample         {_sample(job)}")
+            print(f"sample         {_sample_or_reason(job)}")
 
 
 def check_enough(config: Config, size: int) -> None:
@@ -262,14 +261,22 @@ def check_enough(config: Config, size: int) -> None:
 LANGUAGE = LanguageTask()
 
 
+def _sample_or_reason(job: Job) -> str:
+    """A sample, or why there is none: the run is done, and nothing of it depends on that."""
+    try:
+        return _sample(job)
+    except CaiError as error:
+        return f"none: {str(error).splitlines()[0]}"
+
+
 def _sample(job: Job) -> str:
     """Text of the exported model; of conversations, what it answers where the first of them is answered."""
     drawing = Drawing(job.config.log.sample_tokens)
     if job.config.data.format == "text":
-        return generate(job.run.export, drawing=drawing)
+        return generate(job.run.export, drawing=drawing, cache=job.config.data.cache)
     documents: Documents = job.prepared
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
-    place = place_of(job.run.export)
+    place = place_of(job.run.export, cache=job.config.data.cache)
     return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
 
 
@@ -326,20 +333,12 @@ def export_adapter(
     Raises:
         CheckpointError: the folder is not empty.
     """
-    unfinished = directory.with_name(f"{directory.name}.tmp")
-    if dist.get_rank() == 0:
-        if directory.exists() and any(directory.iterdir()):
-            raise CheckpointError(f"{directory} is not empty", fix="export into a new directory")
-        remove(unfinished)
     options = peft_options(config.lora, targets(meta_model(model), config))
     options.base_model_name_or_path = base_name(config)
-    save_adapter(unfinished, weights, on_meta(config, model), options, digest)
-    if dist.get_rank() == 0:
-        load_tokenizer(tokenizer).save_pretrained(unfinished)
-        if directory.exists():
-            directory.rmdir()
-        unfinished.rename(directory)
-    dist.barrier()
+    adapted = on_meta(config, model)
+    with new_directory(directory) as new:
+        save_adapter(new, weights, adapted, options, digest)
+        new.write(lambda: load_tokenizer(tokenizer).save_pretrained(new.temporary), first=True)
 
 
 def base_digest(config: Config) -> str | None:
@@ -353,5 +352,5 @@ def _check_adapter(config: Config, model: nn.Module) -> None:
     """Raise ConfigError where the adapter that a run goes on from is not one of its base."""
     adapter = read_adapter(str(config.lora.adapter))
     check_adapter(adapter, model)
-    if line := check_base(adapter, config.model.name, base_digest(config)):
+    if line := check_trained_beside(adapter, config.model.name, base_digest(config)):
         print(line, flush=True)

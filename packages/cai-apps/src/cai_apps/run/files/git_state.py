@@ -23,8 +23,9 @@ def git_state() -> dict[str, Any]:
     commit = _git("rev-parse", "--verify", "HEAD")
     if commit is None:
         return {}
-    status = _git("status", "--porcelain")
-    difference = _git("diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD")
+    unfiltered = _without_filters()
+    status = _git(*unfiltered, "status", "--porcelain")
+    difference = _git(*unfiltered, "diff", "--no-ext-diff", "--no-textconv", "--binary", "HEAD")
     state: dict[str, Any] = {"commit": commit.decode().strip()}
     if status is not None and difference is not None:
         lines = status.splitlines()
@@ -32,6 +33,16 @@ def git_state() -> dict[str, Any]:
         state |= {"dirty": len(lines) > unknown, "untracked": unknown}
         state["diff"] = hashlib.sha256(difference).hexdigest() if difference else None
     return {"git": state}
+
+
+def _without_filters() -> list[str]:
+    """Return options by which no filter of the repository's own config runs on files that have changed."""
+    pattern = r"^filter\..*\.(clean|process|required)$"
+    names = _git("config", "--includes", "--name-only", "--get-regexp", pattern) or b""
+    options = []
+    for name in names.decode(errors="surrogateescape").splitlines():
+        options += ["-c", f"{name}={'false' if name.endswith('.required') else ''}"]
+    return options
 
 
 def _git(*arguments: str) -> bytes | None:

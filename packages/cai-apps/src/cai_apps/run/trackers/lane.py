@@ -58,11 +58,15 @@ class Lane:
         """Have a text of a step written."""
         self._put(f"{name} of step {step}", lambda: self._writer.text(step, name, text))
 
-    def close(self, seconds: float) -> None:
-        """Let the writer finish, and wait for it so many seconds at most."""
+    def end(self) -> None:
+        """Let the writer finish once it has written what waits."""
         with self._changed:
             self._closed.set()
             self._changed.notify()
+
+    def close(self, seconds: float) -> None:
+        """Let the writer finish, and wait for it so many seconds at most."""
+        self.end()
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._say(

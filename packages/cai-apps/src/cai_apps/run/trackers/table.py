@@ -38,7 +38,10 @@ ROWS: dict[Tracker, Row] = {
 def need(names: Iterable[str]) -> None:
     """Raise ConfigError where the package of a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if (
+            spec is None or spec.origin is None
+        ):  # a folder of that name is no package: wandb itself leaves one
             raise ConfigError(
                 f"the tracker {name} is not installed",
                 got=f'"{name}" among log.trackers',

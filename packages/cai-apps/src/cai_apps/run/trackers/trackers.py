@@ -46,7 +46,7 @@ class Trackers:
         names = config.log.trackers
         if not names:
             return
-        id, before = _known(run, names, new=step == 0)
+        id, before, written = _known(run, names, new=step == 0, written=written)
         identity = Identity(id, run.path.name, config.log.project, run.path, step + 1)
         recorded = json.loads(json.dumps(asdict(config) | git_state()))
         for name in names:
@@ -69,6 +69,8 @@ class Trackers:
         """Let all of them finish."""
         until = time.monotonic() + SECONDS
         for lane, _ in self._lanes:
+            lane.end()
+        for lane, _ in self._lanes:
             lane.close(max(0.0, until - time.monotonic()))
 
 
@@ -82,13 +84,21 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {NAMES.get(name, f"train/{name}"): value for name, value in numbers.items()}
 
 
-def _known(run: RunDirectory, names: Sequence[Tracker], *, new: bool) -> tuple[str, set[str]]:
-    """Return the id of a run, and the trackers that knew it before; a run from its beginning is another one."""
+def _known(
+    run: RunDirectory, names: Sequence[Tracker], *, new: bool, written: int
+) -> tuple[str, set[str], int]:
+    """Return the id of a run, the trackers that knew it before, and the last step of which they may have a record.
+
+    A run from its beginning is another one. Records of steps that are done again are cut off, so the last one that is
+    left is not the last that there was.
+    """
     file = run.path / FILE
     try:
         table = {} if new else json.loads(file.read_text(encoding="utf-8"))
         id, before = str(table["id"]), set(map(str, table["trackers"]))
+        written = max(written, int(table.get("written", 0)))
     except (OSError, ValueError, KeyError, TypeError):  # none, or damaged: a new one
         id, before = uuid.uuid4().hex[:12], set()
-    write_text(file, json.dumps({"id": id, "trackers": sorted(before | {*names})}))
-    return id, before
+    table = {"id": id, "trackers": sorted(before | {*names}), "written": written}
+    write_text(file, json.dumps(table))
+    return id, before, written
