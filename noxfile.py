@@ -235,6 +235,7 @@ def matrix(session: nox.Session) -> None:
         "tests/matrix",
         "tests/faults",
         "tests/pairs",
+        "tests/loops",
         "packages/cai-zero/tests",
         "packages/cai-apps/tests",
         "packages/cai-kernels/tests/test_hopper.py",

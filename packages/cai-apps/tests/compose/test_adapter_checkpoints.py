@@ -288,9 +288,10 @@ def test_a_base_is_known_by_its_tensors(home, tmp_path):
     assert digest(tmp_path / "in-one-file") != before
     model.to(torch.bfloat16).save_pretrained(tmp_path / "rounded")
     assert digest(tmp_path / "rounded") != before
-    file = tmp_path / "rounded" / "model.safetensors.index.json"
-    entries = dict.fromkeys([*load_file(file.parent / "model.safetensors"), "nowhere"], "model.safetensors")
-    file.write_text(json.dumps({"weight_map": entries}))
+    file = tmp_path / "rounded" / "model-00001-of-00001.safetensors"
+    (tmp_path / "rounded" / "model.safetensors").rename(file)
+    entries = dict.fromkeys([*load_file(file), "nowhere"], file.name)
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": entries}))
     with pytest.raises(CheckpointError, match="has no tensor nowhere"):
         digest(tmp_path / "rounded")
 
