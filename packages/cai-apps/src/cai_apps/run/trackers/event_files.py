@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from cai_apps.run.trackers.writer import Identity
+from cai_apps.run.trackers.writer import Identity, as_markdown
 from cai_mesh.files import folder
 
 FOLDER = "tensorboard"
@@ -31,8 +31,7 @@ class EventFiles:
             self._writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
-        literal = "\n".join(f"    {line}" for line in text.splitlines())  # it is read as Markdown
-        self._writer.add_text(name, literal, step)
+        self._writer.add_text(name, as_markdown(text), step)
 
     def finish(self) -> None:
         self._writer.close()

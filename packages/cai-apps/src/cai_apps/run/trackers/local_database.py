@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from cai_apps.run.trackers.writer import Identity
+from cai_apps.run.trackers.writer import Identity, as_markdown
 
 
 class LocalDatabase:
@@ -29,8 +29,7 @@ class LocalDatabase:
     def text(self, step: int, name: str, text: str) -> None:
         import trackio
 
-        literal = "\n".join(f"    {line}" for line in text.splitlines())  # it is read as Markdown
-        self._run.log({name: trackio.Markdown(literal)}, step=step)
+        self._run.log({name: trackio.Markdown(as_markdown(text))}, step=step)
 
     def finish(self) -> None:
         self._run.finish()

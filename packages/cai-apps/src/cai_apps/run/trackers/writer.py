@@ -46,3 +46,8 @@ class Writer(Protocol):
 
     def finish(self) -> None:
         """Write what is still to be written, and end."""
+
+
+def as_markdown(text: str) -> str:
+    """Return a text for a reader of Markdown, who is to see it as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
