@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import AutoConfig
 
 from cai_apps import recipes
 from cai_apps.applications.language.config import Config
+from cai_apps.applications.language.rules import check_rotary
 from cai_apps.applications.language.validation import resolve
 from cai_apps.compose.causality import check_reads_forwards
 from cai_apps.compose.models import check_causal, load_model_config, meta_model
@@ -231,3 +234,16 @@ def test_what_a_value_lets_read_both_ways_is_refused(kind, values):
 @pytest.mark.parametrize(("kind", "values"), FORWARDS)
 def test_what_reads_forwards_is_not(kind, values):
     check_reads_forwards(meta_model(AutoConfig.for_model(kind, **values)), kind)
+
+
+@pytest.mark.parametrize(
+    ("length", "boundaries", "is_refused"),
+    [(64, "keep", False), (128, "keep", True), (128, "ignore", False)],
+)
+def test_documents_that_would_change_each_others_rotary_factors_are_refused(length, boundaries, is_refused):
+    """Longrope, as Phi-3 of 128k has it: factors are those of the longest position of a batch."""
+    rotary = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+    model = SimpleNamespace(rope_parameters=rotary, max_position_embeddings=256)
+    config = replace(Config(), data=replace(Config().data, sequence_length=length, boundaries=boundaries))
+    with pytest.raises(ConfigError, match="rotary factors") if is_refused else nullcontext():
+        check_rotary(config, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SITES = {"bytes": "MiB", "count": "blocks", "place": "line", "code": "", "caller
 def traces_html(run: RunDirectory) -> str:
     """The traces of a run's steps, each with its longest operators; "" where there are none."""
     parts = []
-    for file in sorted((run.path / TRACES).glob(f"*{TABLE}")):
+    for file in sorted((run.path / TRACES).glob(f"*{TABLE}"), key=_numbers):
         trace = file.name.replace(TABLE, ".json.gz")
         parts.append(
             f"<h3>{html.escape(trace)}</h3>"
@@ -33,7 +34,7 @@ def traces_html(run: RunDirectory) -> str:
 def snapshots_html(run: RunDirectory) -> str:
     """Which step and rank each snapshot of memory is of, and what was largest in it; "" where there are none."""
     parts = []
-    for file in sorted((run.path / SNAPSHOTS).glob("*.json")):
+    for file in sorted((run.path / SNAPSHOTS).glob("*.json"), key=_numbers):
         fields = _read(file)
         if not isinstance(fields, dict):
             raise _broken(file)
@@ -41,6 +42,11 @@ def snapshots_html(run: RunDirectory) -> str:
             f"<h3>rank {_text(fields, 'rank')}, step {_text(fields, 'step')}</h3>{_about(fields, file)}"
         )
     return f"<h2>Memory</h2>{''.join(parts)}" if parts else ""
+
+
+def _numbers(file: Path) -> list[int]:
+    """Return the rank and the steps in a file's name."""
+    return [int(number) for number in re.findall(r"\d+", file.name)]
 
 
 def _about(fields: dict[str, Any], file: Path) -> str:

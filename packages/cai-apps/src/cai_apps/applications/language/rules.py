@@ -122,6 +122,7 @@ def check_model(config: Config, model: Any) -> None:
     """
     if config.precision.linear == "fp8":
         check_fp8(config, model)
+    check_rotary(config, model)
     tensor, pipeline = validation.sharing_features(config.parallel), config.parallel.pipeline
     heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_hidden_layers"))
     if isinstance(heads, int) and not _some_each(config, heads, tensor):
@@ -157,6 +158,29 @@ def check_model(config: Config, model: Any) -> None:
             "data.sequence_length is longer than the model's positions",
             got=config.data.sequence_length,
             expected=f"at most {positions} (max_position_embeddings)",
+        )
+
+
+def check_rotary(config: Config, model: Any) -> None:
+    """Raises ConfigError where documents of a row would change each other's positions.
+
+    Longrope (arXiv:2402.13753) has other factors once the longest position of a batch is beyond those that the model
+    was first trained with.
+    """
+    rotary = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None)
+    data = config.data
+    keeps = data.boundaries == "keep" or (data.boundaries == "auto" and data.format == "chat")
+    if not keeps or not isinstance(rotary, Mapping):
+        return
+    key = "original_max_position_embeddings"
+    first = rotary.get(key) or getattr(model, key, None)
+    longrope = "longrope" in (rotary.get("rope_type"), rotary.get("type"))
+    if longrope and isinstance(first, int) and data.sequence_length > first:
+        raise ConfigError(
+            "a long document in a row would change the rotary factors of the others",
+            got=f"data.sequence_length = {data.sequence_length}, longrope from {first} positions on",
+            cause="the model takes its factors by the longest position of a batch",
+            fix=f"set data.sequence_length to {first} or less",
         )
 
 
