@@ -9,7 +9,7 @@ from torch import nn
 
 from cai_gemini.chunk.chunk_gradient import ChunkGradient, Shared
 from cai_gemini.chunk.disk_state import DiskState
-from cai_gemini.chunk.disk_weights import DiskWeights, Staging
+from cai_gemini.chunk.disk_weights import DiskReaders, DiskWeights
 from cai_gemini.chunk.gradient import Gradient
 from cai_gemini.chunk.host_weights import HostWeights
 from cai_gemini.chunk.optimizer_step import ChunkStep, Groups
@@ -98,12 +98,12 @@ class OffloadedChunk:
         """Whether its weights may not be freed now."""
         return self.in_flight or self.state is State.COMPUTE
 
-    def to_disk(self, store: NvmeStore, staging: Staging | None) -> None:
-        """Keep master weights, and state once there is some, on a disk; with `staging`, the weights to copy as well."""
+    def to_disk(self, store: NvmeStore, readers: DiskReaders | None) -> None:
+        """Keep master weights, and state once there is some, on a disk; with `readers`, the weights to copy as well."""
         self.disk, self.place = DiskState(self.name, self.unit, self.host_weights, store), StepPlace.DISK
-        if staging is not None:
+        if readers is not None:
             self.host_weights.to_disk(
-                DiskWeights(self.name, self.host_weights.tensor, self.disk.master, store, staging)
+                DiskWeights(self.name, self.host_weights.tensor, self.disk.master, store, readers)
             )
 
     @property

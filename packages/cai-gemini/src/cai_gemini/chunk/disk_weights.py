@@ -20,7 +20,7 @@ Send = Callable[[torch.Tensor, float], Copied]
 Order = tuple[Region, Send, "Future[Copied]"]
 
 
-class Staging:
+class DiskReaders:
     """Threads that read weights from a disk and send them to the device, each through a buffer of its own.
 
     While one chunk is copied to the device the next is read. The threads end with the last reference to it.
@@ -91,14 +91,16 @@ class DiskWeights:
         weights: [n] on the host, in the dtype of computation; written at once.
         master: the region of the master weights, which serve as well where the dtype is the same.
         store: takes a region where it is not. Raises `NvmeError` where the disk has no room.
-        staging: brings them.
+        readers: brings them.
 
     Attributes:
         own: the region, where it is not that of the master weights.
     """
 
-    def __init__(self, name: str, weights: torch.Tensor, master: Region, store: NvmeStore, staging: Staging):
-        self._store, self._staging = store, staging
+    def __init__(
+        self, name: str, weights: torch.Tensor, master: Region, store: NvmeStore, readers: DiskReaders
+    ):
+        self._store, self._readers = store, readers
         self.own: Region | None = None
         self._region = master
         if weights.dtype != master.dtype:
@@ -126,4 +128,4 @@ class DiskWeights:
             with torch.no_grad():
                 return copies.to_device(target, weights, free, hold=True, name=name)
 
-        self._staging.fetch(self._region, send, coming)
+        self._readers.fetch(self._region, send, coming)

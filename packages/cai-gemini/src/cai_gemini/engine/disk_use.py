@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cai_gemini.chunk.chunk import OffloadedChunk
-from cai_gemini.chunk.disk_weights import Staging
+from cai_gemini.chunk.disk_weights import DiskReaders
 from cai_gemini.engine.engine import Engine
 from cai_gemini.nvme import NvmeStore
 from cai_gemini.planning.disk_plan import ChunkBytes, OnDisk, disk_bytes
@@ -68,10 +68,10 @@ def disk_user(
     if store is None:
         return lambda index, chunk: None
     largest = max((sizes[i].weights for i in on_disk.weights), default=0)
-    staging = Staging(store, largest, engine.copies.device) if largest else None
+    readers = DiskReaders(store, largest, engine.copies.device) if largest else None
 
     def use(index: int, chunk: OffloadedChunk) -> None:
         if index in on_disk.every:
-            chunk.to_disk(store, staging if index in on_disk.weights else None)
+            chunk.to_disk(store, readers if index in on_disk.weights else None)
 
     return use

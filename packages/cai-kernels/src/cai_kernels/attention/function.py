@@ -152,8 +152,10 @@ def varlen_attention(
         )[0]  # fmt: skip
     from cai_kernels.attention import triton
 
-    if q.shape[-1] > triton.MAX_HEAD:
-        raise KernelError("head dim is too large for Triton", got=q.shape[-1], expected=triton.MAX_HEAD)
+    if q.shape[-1] > triton.MAX_HEAD_DIM:
+        raise KernelError(
+            "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD_DIM}"
+        )
     options = triton.Options(scale, causal, window=window or 0, longest_query=longest, longest_key=longest)
     heads_first = (t.transpose(0, 1) for t in (q, k, v))
     query_starts, key_starts = starts

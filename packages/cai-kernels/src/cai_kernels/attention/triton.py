@@ -14,7 +14,7 @@ from cai_kernels.compiler import triton
 from cai_kernels.launch import dot_precision, power_of_2, waves
 from cai_kernels.ops import define
 
-MAX_HEAD = 256
+MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from cai_kernels.paged_attention import reference
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
-MAX_HEAD = 256
+MAX_HEAD_DIM = 256
 
 
 def paged_append_(
@@ -99,8 +99,10 @@ def paged_attention(
         return reference.attention(q, (k_cache, v_cache), block_tables, sequence, key_counts, scale)
     from cai_kernels.paged_attention import triton
 
-    if q.shape[2] > MAX_HEAD:
-        raise KernelError("head dim is too large for Triton", got=q.shape[2], expected=f"up to {MAX_HEAD}")
+    if q.shape[2] > MAX_HEAD_DIM:
+        raise KernelError(
+            "head dim is too large for Triton", got=q.shape[2], expected=f"up to {MAX_HEAD_DIM}"
+        )
     return triton.paged_attention(q, k_cache, v_cache, block_tables, sequence, key_counts, scale)
 
 

@@ -52,9 +52,9 @@ def pair_bias_attention(
         return (out, lse) if return_lse else out
     from cai_kernels.attention import triton
 
-    if q.shape[-1] > triton.MAX_HEAD:
+    if q.shape[-1] > triton.MAX_HEAD_DIM:
         raise KernelError(
-            "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD}"
+            "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD_DIM}"
         )
     flat_mask, flat_gate = (None if t is None else t.flatten(0, 1) for t in (mask, gate))
     flat = (t.flatten(0, 1) for t in (q, k, v))

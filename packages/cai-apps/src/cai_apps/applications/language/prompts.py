@@ -58,7 +58,7 @@ class Prompts:
         """Return the prompts of a config."""
         zero = np.zeros(1, dtype=np.int64)
         ids = ids_of(config, tokenizer)
-        ends = frozenset({tokenizer.eos_token_id, _end_of_answer(config, tokenizer, prepared)})
+        ends = frozenset({int(tokenizer.eos_token_id), _end_of_answer(config, tokenizer, prepared)})
         row = samples.rows(zero, zero)
         return cls(tuple(ids), tuple(ids.values()), config.log.sample_tokens, ends, tokenizer, row)
 
@@ -68,7 +68,7 @@ class Prompts:
         done: list[str] = []
         for first in range(0, len(self.ids), size):
             drawn = self._drawn(session, self.ids[first : first + size], size)
-            done += [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+            done += [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in drawn]
         return dict(zip(self.texts, done, strict=True))
 
     def _drawn(self, session: Session, prompts: tuple[list[int], ...], size: int) -> list[list[int]]:

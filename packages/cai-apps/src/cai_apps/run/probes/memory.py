@@ -72,7 +72,7 @@ class MemoryHistory:
         torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python", **options)
 
     def _dump(self, step: int, reason: str) -> Path:
-        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+        snapshot: Any = torch.cuda.memory._snapshot()
         number = self._device.index or 0
         peak = fullest(snapshot, number)
         fields: dict[str, Any] = {
