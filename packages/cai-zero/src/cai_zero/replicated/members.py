@@ -32,7 +32,7 @@ class Members:
     have, and where nothing is to be trained.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module | None, mesh: AnyMesh | None):
+    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module | None, mesh: AnyMesh | None = None):
         self._inner, self._model = inner, model
         self._group_params: list[list[nn.Parameter]] = []
         self._names: list[list[str] | None] = []
