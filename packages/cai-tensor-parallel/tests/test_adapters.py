@@ -15,7 +15,7 @@ from torch import nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import BoxedTensor, layout_of
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import parallelize
+from cai_tensor_parallel import Plan, parallelize
 
 peft = pytest.importorskip("peft")
 
@@ -144,6 +144,22 @@ def test_what_cannot_be_cut_is_refused():
         ({}, "2d", "mode 2d cuts no layers with adapters"),
     )
     run_ranks(4, refuse, cases)
+
+
+def left_whole():
+    """A layer with an adapter that a plan leaves whole, by each of the names for it."""
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    losses = {}
+    for kind in ("replicate", "replicated"):
+        mlp = {"*.mlp.gate_proj": "colwise", "*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}
+        losses[kind] = train(parallelize(adapted("llama"), mesh, Plan({**mlp, "*.o_proj": kind})))[0]
+    return losses
+
+
+def test_a_layer_with_an_adapter_may_stay_whole():
+    losses = train(adapted("llama"))[0]
+    for found in run_ranks(2, left_whole):
+        assert all(got == pytest.approx(losses, rel=1e-6) for got in found.values())
 
 
 def head_with_adapters(logits: str):

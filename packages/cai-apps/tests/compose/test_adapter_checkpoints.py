@@ -107,7 +107,11 @@ def begun(layouts: tuple[str, ...], base: Path, home: Path):
 
 
 def refusal(base: Path, home: Path) -> str:
-    """What a run of adapters says to a checkpoint of all weights."""
+    """What a run of adapters says to a checkpoint of all weights, which has frozen ones too."""
+    config = config_of("one", base, LoRA())
+    work = workload(config, model_config("llama"))
+    frozen = replace(work, build=lambda: with_frozen_norm(work.build()))
+    assert "model.model.norm.weight" in apply(config, frozen, device=torch.device("cpu")).state()
     session = session_of("one", base, LoRA())
     checkpoint.save(home / "all-weights", session.state(), step=1)
     with pytest.raises(CheckpointError) as raised:
@@ -128,6 +132,11 @@ def resumed(pairs: tuple[tuple[str, str], ...], base: Path, home: Path):
         session.loaded(checkpoint.load(home / source, session.state()), HALF)
         results[layout, source] = steps(session, layout, HALF, 2 * HALF), learned(session)
     return results
+
+
+def with_frozen_norm(model):
+    model.model.norm.requires_grad_(False)
+    return model
 
 
 def gone_on(layouts: tuple[str, ...], base: Path, home: Path):
@@ -319,6 +328,7 @@ def changed(folder: Path, target: Path, **options) -> Path:
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"use_qalora": True}, "use_qalora"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"lora_alpha": 0.5}, "whole number"),
         ({"r": None}, "whole number"),
         ({"modules_to_save": None}, "modules_to_save does not name"),

@@ -48,12 +48,13 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     weights = place_weights(config, workload, model, mesh, device=device)
     scale = LossScale(mesh) if config.precision.compute == "fp16" else None
     samples = _clipped(config, weights)
+    step_loss = StepLoss(loss, workload, scale)
     runner = PipelineRunner(
         model,
         mesh,
         schedule=config.parallel.pipeline.schedule,
         microbatches=microbatches(config),
-        loss_fn=(step_loss := StepLoss(loss, workload, scale)),
+        loss_fn=step_loss,
         grad_sync=weights.sync if samples is None else samples,
         sharding=weights.sync if isinstance(weights.sync, ModuleSharding) else None,
         observers=Observers(on_choice=print if dist.get_rank() == 0 else None),

@@ -168,13 +168,13 @@ class Session:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the session: `model.NAME` in master precision, `optimizer.NAME.SLOT`.
 
-        Frozen weights that `Workload.pretrained` reads are left out: it reads them again.
+        Frozen weights of a base (`Workload.has_base`) are left out: they are read again.
 
         Tensors are views of the session's own memory; load into them, then call `loaded` with the rest.
         """
         scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
         average = {} if self.average is None else self.average.state()
-        unchanged = self._unchanged() if self.workload.pretrained is not None else set()
+        unchanged = self._unchanged() if self.workload.has_base else set()
         state = {name: value for name, value in self.weights.state().items() if name not in unchanged}
         return state | scale | average
 

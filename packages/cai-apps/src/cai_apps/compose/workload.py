@@ -45,7 +45,8 @@ class Workload:
         initializer: (model) -> a function that fills the parameters and buffers of one of its modules, as
             transformers' `_init_weights` does.
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
-            Checkpoints lack frozen parameters then, which it fills again when a run goes on.
+        has_base: whether its frozen parameters are those of a base that the run knows by its content (`Task.base`):
+            checkpoints lack them, and `pretrained` fills them again when a run goes on.
         layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
             run again as a whole in backward where they are recomputed; none is part of another.
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
@@ -65,6 +66,7 @@ class Workload:
     predicted: Callable[[Any, Any], Tensor] | None = None
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
+    has_base: bool = False
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of
     others: Callable[[nn.Module], list[tuple[nn.Module, str]]] = _none
     sizes: int = 1

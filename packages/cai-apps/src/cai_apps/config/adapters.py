@@ -28,7 +28,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Values that change nothing of what a finished adapter means. Other ways to begin have changed the base, too."""
 HARMLESS = {
-    "alora_invocation_string", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
     "revision", "runtime_config", "target_modules", "task_type", "use_rslora",

@@ -108,7 +108,7 @@ class Cut:
             _share_inputs(model, roles, context, survey(model, roles) if self.sequence else None)
         for name, role in sorted(roles.items(), key=lambda item: not item[1].parameter):
             name = name.removesuffix("." + role.parameter) if role.parameter else name
-            if adapters(model.get_submodule(name)) and not role.kind.startswith("replicated"):
+            if adapters(model.get_submodule(name)) and not role.kind.startswith("replicate"):
                 self._cut_adapted(model, name, role, context)
                 continue
             for module_name, module in _with_parameters(name, model.get_submodule(name), role):
@@ -184,7 +184,7 @@ def _with_parameters(name: str, module: nn.Module, role: Role) -> list[tuple[str
     if role.kind in (*HOLDERS, "moe_identity_expert") or any(True for _ in module.parameters(recurse=False)):
         return [(name, module)]
     inside = [n for n, m in module.named_modules() if any(True for _ in m.parameters(recurse=False))]
-    if role.kind.startswith("replicated"):
+    if role.kind.startswith("replicate"):
         return [(f"{name}.{n}", module.get_submodule(n)) for n in inside]
     if inside:
         raise PlanError(

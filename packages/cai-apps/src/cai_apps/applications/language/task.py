@@ -102,6 +102,7 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         initializer=initializer,
         running=PositionsKnown(),
         pretrained=_pretrained(config),
+        has_base=bool(config.lora.rank),
     )
 
 

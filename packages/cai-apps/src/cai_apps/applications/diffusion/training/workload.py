@@ -140,6 +140,7 @@ def workload(config: Config, design: Design, device: torch.device | None = None)
         layers=layers,
         sizes=len(shapes_of(config.data.size, config.data.max_ratio, design.multiple)),
         pretrained=_pretrained(config, design),
+        has_base=bool(config.lora.rank),
         trial=trial_of(
             design,
             train_text=trains_text(config, design),
