@@ -18,6 +18,7 @@ from cai_kernels import (
     linear_log_probs,
     linear_sequence_log_probs,
     orpo_loss,
+    reward_loss,
     sequence_log_probs,
     simpo_loss,
 )
@@ -48,6 +49,16 @@ def ipo_by_hand(pair, tau):
     return (math.log(math.exp(chosen - rejected) * math.exp(ref_rejected - ref_chosen)) - 0.5 / tau) ** 2
 
 
+def robust_by_hand(pair, beta, smoothing):
+    chosen, rejected, ref_chosen, ref_rejected = pair
+    p = sigmoid(beta * ((chosen - ref_chosen) - (rejected - ref_rejected)))
+    return (-(1 - smoothing) * math.log(p) + smoothing * math.log(1 - p)) / (1 - 2 * smoothing)
+
+
+def hinge_by_hand(pair, beta):
+    return max(0.0, 1 - beta * ((pair[0] - pair[2]) - (pair[1] - pair[3])))
+
+
 def orpo_by_hand(pair, weight):
     odds = [math.exp(a) / (1 - math.exp(a)) for a in pair]
     return -pair[0] - weight * math.log(sigmoid(math.log(odds[0] / odds[1])))
@@ -66,10 +77,17 @@ PAIRS = [
         lambda pair: dpo_by_hand(pair, 0.3, 0.2),
     ),
     (dpo_loss, 4, {"beta": 0.4, "form": "ipo"}, lambda pair: ipo_by_hand(pair, 0.4)),
+    (
+        dpo_loss,
+        4,
+        {"beta": 0.3, "form": "robust", "label_smoothing": 0.2},
+        lambda pair: robust_by_hand(pair, 0.3, 0.2),
+    ),
+    (dpo_loss, 4, {"beta": 0.6, "form": "hinge"}, lambda pair: hinge_by_hand(pair, 0.6)),
     (orpo_loss, 2, {"weight": 0.7}, lambda pair: orpo_by_hand(pair, 0.7)),
     (simpo_loss, 2, {"beta": 2.5, "margin": 0.6}, lambda pair: simpo_by_hand(pair, 2.5, 0.6)),
 ]
-NAMES = ["dpo", "dpo-smoothed", "ipo", "orpo", "simpo"]
+NAMES = ["dpo", "dpo-smoothed", "ipo", "robust", "hinge", "orpo", "simpo"]
 
 
 @pytest.mark.parametrize(("loss", "count", "options", "by_hand"), PAIRS, ids=NAMES)
@@ -120,6 +138,26 @@ def test_large_margins_neither_overflow_nor_vanish(loss, count, options, by_hand
     losses.sum().backward()
     assert all(t.isfinite().all() for t in (losses, chosen.grad, rejected.grad))
     assert losses[1] > losses[0] and chosen.grad[1] < -0.05
+
+
+def test_rewards_are_as_the_papers_say():
+    chosen, rejected, margin = logs(6, seed=1), logs(6, seed=2), -logs(6, seed=3)
+    rows = list(zip(chosen.tolist(), rejected.tolist(), margin.tolist(), strict=True))
+    plain = [math.log(1 + math.exp(r - c)) for c, r, _ in rows]
+    wide = [math.log(1 + math.exp(r - c + m)) + 0.3 * (c + r) ** 2 for c, r, m in rows]
+    leaves = [v.clone().requires_grad_() for v in (chosen, rejected, margin)]
+    torch.testing.assert_close(reward_loss(chosen, rejected, reduction="none")[0].tolist(), plain)
+    loss, metrics = reward_loss(*leaves, center=0.3, reduction="none")
+    torch.testing.assert_close(loss.tolist(), wide)
+    assert torch.autograd.gradcheck(lambda c, r: reward_loss(c, r, margin, center=0.3)[0], leaves[:2])
+    loss.sum().backward()
+    assert leaves[2].grad is None
+    torch.testing.assert_close(metrics.margins, chosen - rejected)
+    far = torch.tensor([-3e4, 3e4], device=DEVICE, requires_grad=True)
+    out = reward_loss(far, -far, reduction="none")[0]  # log(1 + exp(6e4)) is 6e4, though exp overflows
+    assert out.tolist() == [6e4, 0.0]
+    out.sum().backward()
+    assert far.grad.tolist() == [-2.0, 0.0]
 
 
 @pytest.mark.parametrize("kl", [0.3, -0.2])
@@ -427,15 +465,21 @@ def test_errors_of_pairs_name_the_argument():
         (lambda: dpo_loss(a.long(), a, a, a), "chosen has an unsupported dtype"),
         (lambda: dpo_loss(a[:, None], a, a, a), "chosen has another number of dims"),
         (lambda: dpo_loss(a, a.to("meta"), a, a), "rejected is on another device"),
-        (lambda: dpo_loss(a, a, a, a, form="hinge"), "unknown form"),
+        (lambda: dpo_loss(a, a, a, a, form="square"), "unknown form"),
         (lambda: dpo_loss(a, a, a, a, beta=0), "beta is out of range"),
         (lambda: dpo_loss(a, a, a, a, label_smoothing=0.5), "label_smoothing is out of range"),
-        (lambda: dpo_loss(a, a, a, a, form="ipo", label_smoothing=0.1), "IPO knows no label smoothing"),
+        (
+            lambda: dpo_loss(a, a, a, a, form="ipo", label_smoothing=0.1),
+            "form 'ipo' knows no label smoothing",
+        ),
         (lambda: dpo_loss(a, a, a, a, reduction="avg"), "unknown reduction"),
         (lambda: orpo_loss(a, a, weight=-1), "weight is out of range"),
         (lambda: orpo_loss(a, b), "rejected does not fit chosen"),
         (lambda: simpo_loss(a, a, beta=float("nan")), "beta is out of range"),
         (lambda: simpo_loss(a, a, margin=-0.1), "margin is out of range"),
+        (lambda: reward_loss(a, b), "rejected does not fit chosen"),
+        (lambda: reward_loss(a, a, b), "margin does not fit chosen"),
+        (lambda: reward_loss(a, a, center=-1), "center is out of range"),
         (lambda: kto_loss(a, a, a, 0.0), "desirable has an unsupported dtype"),
         (lambda: kto_loss(a, a, b > 0, 0.0), "desirable does not fit log_probs"),
         (lambda: kto_loss(a, a, a > 0, a), "kl is not a scalar"),

@@ -49,6 +49,7 @@ from cai_kernels.preference import (
     kto_loss,
     linear_sequence_log_probs,
     orpo_loss,
+    reward_loss,
     sequence_log_probs,
     simpo_loss,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "pair_bias_attention",
     "planning_for",
     "plans_kernels",
+    "reward_loss",
     "rms_norm",
     "rope",
     "sample",

@@ -21,10 +21,18 @@ ORPO and SimPO compare averages over tokens (`average=True`); GRPO wants the tok
 
 from cai_kernels.preference.grpo import GrpoMetrics, grpo_loss
 from cai_kernels.preference.kto import KtoMetrics, kto_loss
-from cai_kernels.preference.pairs import PreferenceMetrics, dpo_loss, orpo_loss, simpo_loss
+from cai_kernels.preference.pairs import (
+    DpoForm,
+    PreferenceMetrics,
+    dpo_loss,
+    orpo_loss,
+    reward_loss,
+    simpo_loss,
+)
 from cai_kernels.preference.sequences import linear_sequence_log_probs, sequence_log_probs
 
 __all__ = [
+    "DpoForm",
     "GrpoMetrics",
     "KtoMetrics",
     "PreferenceMetrics",
@@ -33,6 +41,7 @@ __all__ = [
     "kto_loss",
     "linear_sequence_log_probs",
     "orpo_loss",
+    "reward_loss",
     "sequence_log_probs",
     "simpo_loss",
 ]
