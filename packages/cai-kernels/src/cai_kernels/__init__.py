@@ -41,6 +41,7 @@ from cai_kernels.modulate import gate_add, modulate
 from cai_kernels.paged_attention import paged_append_, paged_attention
 from cai_kernels.pair_bias_attention import pair_bias_attention
 from cai_kernels.preference import (
+    DpoForm,
     GrpoMetrics,
     KtoMetrics,
     PreferenceMetrics,
@@ -67,6 +68,7 @@ __all__ = [
     "AttentionChoice",
     "Backend",
     "CrossEntropyParts",
+    "DpoForm",
     "Fp8Linear",
     "FusedAdamW",
     "GrpoMetrics",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT = "language"
 TABLE = {
     "language": "cai_apps.applications.language",
+    "alignment": "cai_apps.applications.alignment",
     "diffusion": "cai_apps.applications.diffusion",
     "protein": "cai_apps.applications.protein",
     "recsys": "cai_apps.applications.recsys",

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_apps.compose.lora import full_tensors, is_adapter
-from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter
+from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter, read_adapter
 from cai_mesh.checkpoint import NewDirectory, load_hf
 from cai_mesh.errors import ConfigError
-from cai_mesh.layout import BoxedTensor, canonical_name
+from cai_mesh.layout import BoxedTensor
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -104,12 +104,11 @@ def check_trained_beside(adapter: Adapter, name: str, digest: str | None) -> str
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
-    """Fill what a model with adapters learns, on any layout, from a folder that `check_adapter` has passed."""
-    trained = [pair for pair in model.named_parameters(remove_duplicate=False) if pair[1].requires_grad]
-    learned = {name for name, _ in trained} | {canonical_name(name, param) for name, param in trained}
+    """Fill what a folder that `check_adapter` has passed holds of a model with adapters, on any layout."""
+    stored = read_adapter(directory).shapes
 
     def key(name: str) -> str | None:
-        return f"{PREFIX}{key_of(name)}" if name in learned else None
+        return f"{PREFIX}{key_of(name)}" if key_of(name) in stored else None
 
     load_hf(model, Path(directory).expanduser(), file=WEIGHTS, names=key)
 
@@ -120,6 +119,7 @@ def save_adapter(
     model: nn.Module,
     options: LoraConfig,
     digest: str | None,
+    task_type: str = "CAUSAL_LM",
 ) -> None:
     """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
 
@@ -129,6 +129,7 @@ def save_adapter(
         model: the whole model with its adapters, without memory.
         options: their options.
         digest: the digest of the base's weights.
+        task_type: what peft calls the kind of model.
     """
     from safetensors.torch import save_file
 
@@ -138,7 +139,7 @@ def save_adapter(
     options.modules_to_save = sorted(modules) or None
     options.ensure_weight_tying = any(len(aliases) > 1 for aliases in names.values())
     options.fan_in_fan_out = any(getattr(layer, "fan_in_fan_out", False) for layer in layers)
-    options.task_type, options.inference_mode = "CAUSAL_LM", True
+    options.task_type, options.inference_mode = task_type, True
     tensors: dict[str, Tensor] = {}
     for name, value in full_tensors(weights, names.__contains__):
         if dist.get_rank() == 0:

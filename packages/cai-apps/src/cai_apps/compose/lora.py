@@ -13,6 +13,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.published_names import hub_name
 from cai_apps.config.sections import LoRA
+from cai_mesh.adapters import adapters
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError, did_you_mean
 from cai_mesh.layout import BoxedTensor
@@ -173,6 +175,19 @@ def initialize(module: nn.Module, name: str) -> None:
 def is_adapter(name: str) -> bool:
     """Return whether a layer or a parameter of that name belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, layers with adapters compute what they would without them."""
+    layers = [module for module in model.modules() if adapters(module)]
+    for layer in layers:
+        layer._disable_adapters = True  # `enable_adapters` of peft would freeze them, too
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def plain_name(name: str) -> str | None:

@@ -80,20 +80,34 @@ class NextTokenLoss:
 
         Returns a scalar, float32 or wider.
         """
-        logits, target = output.logits.flatten(0, 1), self.form.own(labels).flatten()
+        return self.form.summed(self._losses(output, self.form.own(labels), "sum"))
+
+    def log_probs(self, output: Any, labels: Tensor) -> Tensor:
+        """Return the log-probability of each place's own label, 0 where it has none, of this rank's samples.
+
+        Args:
+            output: its `logits` [b, S, V] are in that form.
+            labels: int64 [b, S], those of this rank's samples (`form.own`); -100: no target.
+
+        Returns [b, S], float32 or wider, used alike on the ranks that share the vocabulary.
+        """
+        return -self._losses(output, labels, "none").view(labels.shape)
+
+    def _losses(self, output: Any, labels: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
+        """Return the cross-entropy of this rank's samples, a scalar or [b S]."""
+        logits, target = output.logits.flatten(0, 1), labels.flatten()
         if self.form.columns is None:
             wide = logits if logits.dtype == torch.float64 else logits.float()
-            return F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
-        loss = vocab_parallel_cross_entropy(
+            return F.cross_entropy(wide, target, ignore_index=IGNORED, reduction=reduction)
+        return vocab_parallel_cross_entropy(
             logits,
             target,
             self.form.columns,
             vocab_start=self.form.start,
             ignore_index=IGNORED,
-            reduction="sum",
+            reduction=reduction,
             maths=self._maths(logits),
         )
-        return self.form.summed(loss)
 
     def correct(self, output: Any, labels: Tensor) -> Tensor:
         """Return how many labels are the likeliest token at their place, of all samples: a float64 scalar."""

@@ -214,10 +214,15 @@ def check_made(name: str) -> None:
 
 def causal_model(config: PretrainedConfig) -> PreTrainedModel:
     """The causal language model of a config, on the device of the context."""
-    import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return without_values(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+
+
+def without_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that is on the meta device in part, with all its parameters there; another as it is."""
+    import torch
+
     if any(param.is_meta for param in model.parameters()):
         for module in model.modules():
             for name, param in module._parameters.items():

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.broken import watched
+from cai_apps.compose.forwards import scores
 from cai_apps.compose.step_loss import Evaluation, StepLoss
 from cai_apps.compose.weights import MODEL, Weights
-from cai_apps.compose.workload import Batch, Workload
+from cai_apps.compose.workload import Batch, Score, Workload
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
 from cai_mesh.comm import ParallelMesh, all_reduce, coordinate, group
@@ -51,6 +52,9 @@ class Session:
     """The average of the weights, where the config asks for one."""
     samples: SampleClip | None = None
     """Clips each sample's gradient, where the config asks for it and a step has several."""
+    measures: Tensor | None = None
+    """What the loss of the last step has measured, of this data rank, on every rank of its pipeline: numerators and
+    denominators, float64 [2, names]; None where the workload measures nothing."""
     steps: int = 0
     """Steps taken; with the seed and the rank's place, the key of torch's own random numbers (dropout)."""
 
@@ -66,9 +70,26 @@ class Session:
         tensor_axes = ParallelMesh.of(self.mesh).leaves("tp")
         differing = {a: i for a, i in coordinate(self.mesh).items() if a not in tensor_axes}
         rng.seed_torch(self.config.train.seed, self.steps, differing)
+        microbatches = self.workload.before_step(self, microbatches)
         self.model.train()
-        with self.workload.running(), self._clipping(total):
-            return self._unscaled(self.runner.step(*self._split(microbatches, total)))
+        with (
+            self.workload.running(),
+            self._clipping(total),
+            self.loss.measuring(self.runner.device) as measures,
+        ):
+            loss = self._unscaled(self.runner.step(*self._split(microbatches, total)))
+        self.measures = self._on_all_stages(measures)
+        return loss
+
+    def _on_all_stages(self, values: Tensor | None) -> Tensor | None:
+        """Return what the last stage has added up, in place, on all ranks of the pipeline."""
+        if values is not None:
+            all_reduce(values, group(self.mesh, ("pp",))).wait()
+        return values
+
+    def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
+        """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
+        return scores(self.runner, self.workload, self.loss.loss, microbatches, score)
 
     def norm(self) -> Tensor:
         """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
@@ -117,12 +138,15 @@ class Session:
 
     def evaluate(self, microbatches: Sequence[Batch], *, total: Tensor | float) -> Evaluation:
         """Return the loss of `step`, forward only, in evaluation mode, and how many targets are predicted right."""
+        microbatches, device = self.workload.before_step(self, microbatches), self.runner.device
         self.model.eval()
-        with self.workload.running(), self.loss.counting(self.runner.device) as correct:
+        with (
+            self.workload.running(),
+            self.loss.counting(device) as right,
+            self.loss.measuring(device) as sums,
+        ):
             loss = self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
-        if correct is not None:
-            all_reduce(correct, group(self.mesh, ("pp",))).wait()
-        return Evaluation(loss, correct)
+        return Evaluation(loss, self._on_all_stages(right), self._on_all_stages(sums))
 
     @torch.no_grad()
     def predict(self, microbatch: Batch) -> Tensor:
@@ -137,7 +161,8 @@ class Session:
         with self.workload.running():
             output = self.runner.forward(self.workload.inputs(ready))
         if output is None:
-            predicted = torch.zeros_like(self.workload.target(ready))
+            target = self.workload.target(ready)
+            predicted = torch.zeros_like(target["labels"] if isinstance(target, Mapping) else target)
         else:
             predicted = self.workload.predicted(self.loss.loss, output)
         all_reduce(predicted, group(self.mesh, ("pp",))).wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,15 @@ from cai_apps.config.sections import Memory, Parallel, RunConfig
 from cai_gemini import ChunkResidency, offload
 from cai_mesh.comm import all_reduce
 from cai_mesh.layout import reduce_of
-from cai_zero import Compression, Gather, MixedPrecision, shard_module, shard_optimizer, sharding_of
+from cai_zero import (
+    Compression,
+    Gather,
+    MixedPrecision,
+    ModuleSharding,
+    shard_module,
+    shard_optimizer,
+    sharding_of,
+)
 
 DTYPES = {
     "fp32": torch.float32,
@@ -45,7 +54,7 @@ def place_weights(
     )
     if offloads(config, mesh.size()):
         weights = _offload(config, workload, model, mesh, precision, device)
-        _load_pretrained(workload, model)
+        load_pretrained(workload, model)
         return weights
     materialize(
         model,
@@ -56,13 +65,13 @@ def place_weights(
         device=device,
         pretrained=workload.pretrained is not None,
     )
-    _share_tied(model)
-    _load_pretrained(workload, model)
+    share_tied(model)
+    load_pretrained(workload, model)
     return (_shard_module if config.parallel.zero == 3 else _shard_optimizer)(config, model, mesh, precision)
 
 
 @torch.no_grad()
-def _share_tied(model: nn.Module) -> None:
+def share_tied(model: nn.Module) -> None:
     """Let parameters that several stages hold start as their owner's.
 
     A stage gives them the values of its own kind of layer; an embedding's differ from those of the head it is tied to
@@ -76,7 +85,8 @@ def _share_tied(model: nn.Module) -> None:
             all_reduce(param, spec.tied)
 
 
-def _load_pretrained(workload: Workload, model: nn.Module) -> None:
+def load_pretrained(workload: Workload, model: nn.Module) -> None:
+    """Fill a model from the files of its workload, if it has any. Collective."""
     if workload.pretrained is not None:
         workload.pretrained(model)
 
@@ -123,22 +133,27 @@ def _shard_module(
     config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
 ) -> Weights:
     residency = _residency(config.memory)
-    gather = Gather(copy_engines=_copy_engines(config, mesh))
-    compression = _compression(config.parallel)
-    shard_module(
-        model,
-        mesh,
-        precision=precision,
-        residency=residency,
-        gather=gather,
-        compression=compression,
-        driver="actions" if config.parallel.pipeline.unshard == "step" else "hooks",
-    )
+    shard_module(model, mesh, precision=precision, residency=residency, **_sharding_options(config, mesh))
     optimizer = make_optimizer(config, model, mesh, offloaded=residency is not None)
     sharding = sharding_of(model)
     if residency is not None:
         return Offloaded(model, residency.optimizer(optimizer), sync=sharding)
     return Sharded(model, optimizer, sharding, mesh)
+
+
+def shard_frozen(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> ModuleSharding:
+    """Shard a model that does not learn, in the compute dtype, over the ranks of stage 3."""
+    shard_module(model, mesh, **_sharding_options(config, mesh))
+    return sharding_of(model)
+
+
+def _sharding_options(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return how the shards of stage 3 travel."""
+    return {
+        "gather": Gather(copy_engines=_copy_engines(config, mesh)),
+        "compression": _compression(config.parallel),
+        "driver": "actions" if config.parallel.pipeline.unshard == "step" else "hooks",
+    }
 
 
 def _shard_optimizer(

@@ -20,6 +20,8 @@ class Evaluation(NamedTuple):
     """A float64 scalar: the loss divided by `total`."""
     correct: Tensor | None
     """A float64 scalar: targets that are the likeliest of all; None: the workload's targets are not such."""
+    measures: Tensor | None = None
+    """What the loss measures beside, float64 [2, names]: numerators and denominators; None: nothing."""
 
 
 class StepLoss:
@@ -34,13 +36,35 @@ class StepLoss:
     def __init__(self, loss: Loss, workload: Workload, scale: LossScale | None):
         self.loss, self._workload, self._scale = loss, workload, scale
         self._correct: Tensor | None = None
+        self._measures: Tensor | None = None
 
     def __call__(self, output: Any, target: tuple[Any, Tensor | float]) -> Tensor:
         expected, total = target
         if self._correct is not None and self._workload.correct is not None:
             self._correct += self._workload.correct(self.loss, output, expected)
-        partial_loss = self.loss(output, expected) / total
+        partial_loss = self._summed(output, expected) / total
         return partial_loss if self._scale is None else self._scale.scale(partial_loss)
+
+    def _summed(self, output: Any, expected: Any) -> Tensor:
+        """Return the loss of a microbatch, and add up what it measures beside."""
+        if self._measures is None:
+            return self.loss(output, expected)
+        loss, measures = self.loss.measured(output, expected)  # type: ignore[attr-defined]
+        self._measures += measures
+        return loss
+
+    @contextmanager
+    def measuring(self, device: torch.device) -> Iterator[Tensor | None]:
+        """Add up what the loss measures, float64 [2, names], 0 without a last stage; None where it measures nothing."""
+        if not self._workload.measures:
+            yield None
+            return
+        names = len(self._workload.measures)
+        self._measures = torch.zeros(2, names, dtype=torch.float64, device=device)
+        try:
+            yield self._measures
+        finally:
+            self._measures = None
 
     @contextmanager
     def counting(self, device: torch.device) -> Iterator[Tensor | None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,25 @@ Loss = Callable[[Any, Any], Tensor]
 
 def _as_it_is(batch: Batch) -> Batch:
     return batch
+
+
+Score = Callable[[Any, Any, Any], Tensor]
+"""(loss, what the model returns, the batch's target) -> any tensor, such as scores of the samples."""
+
+
+class Forwards(Protocol):
+    """A model on a mesh that can be run forward alone; `cai_apps.compose.session.Session` is one."""
+
+    mesh: DeviceMesh
+    model: nn.Module
+
+    def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
+        """Return what a function says of each microbatch; nothing but on the last stage. Collective."""
+        ...
+
+
+def _without_more(forwards: Forwards, microbatches: Sequence[Batch]) -> Sequence[Batch]:
+    return microbatches
 
 
 def _none(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -52,6 +71,10 @@ class Workload:
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
         sizes: the number of sizes of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
+        measures: names of what the loss measures beside: then it has a method `measured` with its arguments, which
+            returns (loss, sums float64 [2, names]), a numerator and a denominator of each, summed over the batch.
+        before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
+            called before each step and each validation. Collective.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
     """
@@ -71,6 +94,8 @@ class Workload:
     others: Callable[[nn.Module], list[tuple[nn.Module, str]]] = _none
     sizes: int = 1
     running: Callable[[], AbstractContextManager] = nullcontext
+    measures: tuple[str, ...] = ()
+    before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
     trial: Trial | None = None
 
 

@@ -47,7 +47,7 @@ class Page:
     """What an application shows of its runs.
 
     Args:
-        curves: curves of fields of metrics.jsonl.
+        curves: curves of fields of metrics.jsonl; those without a record are left out.
         summary: rows (name, value) from the records.
         more: HTML that comes before the curves.
     """
@@ -83,7 +83,11 @@ def write_report(run: RunDirectory, output: Path, page_parts: Page) -> Path:
             f"<tr><th>{html.escape(name)}<td>{html.escape(value)}"
             for name, value in page_parts.summary(records)
         ),
-        curves="".join(curve_svg(records, curve) for curve in page_parts.curves),
+        curves="".join(
+            curve_svg(records, curve)
+            for curve in page_parts.curves
+            if any(field in record for record in records for field in curve.fields)
+        ),
         more=page_parts.more(run) + texts_html(run),
         charts="".join(charts) + traces_html(run) + snapshots_html(run),
         config=html.escape(run.config_file.read_text(encoding="utf-8")),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cai_apps.compose.workload import Workload
@@ -39,6 +40,8 @@ class Work:
         texts: a function of the session that returns what it has to say after a validation, by the name of each text,
             such as continuations of prompts. Collective.
         after_step: a function of the session and a step's number, called after the step on every rank. Collective.
+        completed: a function of the rank's device that returns the work with what is computed before the model that
+            learns has memory, such as log-probabilities of a reference. Collective.
         blank: (rows, bool [n]) -> the rows, of which those that are marked have no target: they fill the last batch of
             validation, so that each target counts once.
     """
@@ -52,6 +55,7 @@ class Work:
     flops: Mapping[str, Callable[[dict[str, Tensor]], float]] = field(default_factory=dict)
     texts: Callable[[Session], Mapping[str, str]] | None = None
     after_step: Callable[[Session, int], None] | None = None
+    completed: Callable[[torch.device], Work] | None = None
     blank: Blank | None = None
 
 

@@ -85,6 +85,8 @@ def do_job(job: Job, device: torch.device, guard: Guard | None = None) -> None:
 def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
     """Do the whole of a rank's work: session, resume, loop with checkpoints, export."""
     work = job.task.work(job)
+    if work.completed is not None:
+        work = work.completed(device)
     session = apply(job.config, work.workload, device=device)
     training, validation = batches(job.config, work, session.mesh)
     position = checkpoint.resume(session, job.run, job.origin, new_data=job.new_data)

@@ -178,9 +178,19 @@ class PipelineRunner:
             self.observers.on_choice(choice)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Inputs], targets: Sequence[Any]) -> torch.Tensor:
-        """The loss of any number of microbatches, forward only, returned as by `step`. Keeps the train or eval mode."""
-        state = _StepState(self, microbatches, _targets(microbatches, targets), training=False)
+    def evaluate(
+        self, microbatches: Sequence[Inputs], targets: Sequence[Any], *, loss_fn: LossFn | None = None
+    ) -> torch.Tensor:
+        """The loss of any number of microbatches, forward only, returned as by `step`. Keeps the train or eval mode.
+
+        Args:
+            microbatches: keyword arguments of the model for each microbatch, the same on all pp ranks.
+            targets: the second argument of the loss for each microbatch; used on the last stage.
+            loss_fn: a loss in place of the runner's, called with the microbatches in their order.
+        """
+        state = _StepState(
+            self, microbatches, _targets(microbatches, targets), training=False, loss_fn=loss_fn
+        )
         state.perform(self._forwards(len(microbatches)))
         return self._on_all_ranks(state.loss)
 
@@ -242,6 +252,7 @@ class _StepState:
         targets: Sequence[Any] | None,
         *,
         training: bool,
+        loss_fn: LossFn | None = None,
     ):
         self.stages = Stages.of(runner.model)
         for microbatch in inputs if self.stages.check is not None else ():
@@ -250,6 +261,7 @@ class _StepState:
         self.inputs = inputs
         self.targets = targets
         self.training = training
+        self.loss_fn = loss_fn or runner.loss_fn
         self.signatures = [_signature(microbatch, runner.device) for microbatch in inputs]
         self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.output: Any = None
@@ -306,7 +318,7 @@ class _StepState:
         elif self.targets is None:
             self.output = result
         else:
-            loss = runner.loss_fn(result, self.targets[m])
+            loss = self.loss_fn(result, self.targets[m])
             if loss.numel() != 1:
                 raise PlanError("loss_fn must return a scalar", got=f"a tensor of shape {tuple(loss.shape)}")
             self.loss += loss.detach().to(self.loss.device, torch.float64).reshape(())

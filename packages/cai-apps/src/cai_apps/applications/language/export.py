@@ -11,11 +11,9 @@ import torch.distributed as dist
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.task import (
     LANGUAGE,
+    LanguageTask,
     base_digest,
-    export_adapter,
-    export_hf,
     tokenizer_directory,
-    workload,
 )
 from cai_apps.compose.apply import apply
 from cai_apps.compose.models import model_config_for
@@ -65,7 +63,7 @@ def _newest(run: RunDirectory) -> Path | None:
     return newest
 
 
-def export(path: Path, directory: Path, *, merge: bool = False) -> Path:
+def export(path: Path, directory: Path, *, merge: bool = False, task: LanguageTask = LANGUAGE) -> Path:
     """Write the weights of a run's newest checkpoint, or of the checkpoint `path`.
 
     A run with adapters gives a folder of peft, another an HF directory.
@@ -74,15 +72,16 @@ def export(path: Path, directory: Path, *, merge: bool = False) -> Path:
         path: a run directory, or one of its checkpoints.
         directory: the directory to write.
         merge: write an HF directory with adapters in the weights of their layers.
+        task: the task of the run.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or its base is another one now.
         ConfigError: `merge`, and the run has no adapters.
     """
     run, source = find_run(path)
-    config = _alone(config_file.read(run.config_file, Config))  # it was resolved when the run began
+    config = _alone(config_file.read(run.config_file, task.config))  # it was resolved when the run began
     if merge or not config.lora.rank:
-        config = LANGUAGE.resolve(config, 1)
+        config = task.resolve(config, 1)
     if merge and not config.lora.rank:
         raise ConfigError(
             "there is nothing to merge",
@@ -95,12 +94,12 @@ def export(path: Path, directory: Path, *, merge: bool = False) -> Path:
     try:
         if config.lora.rank and not merge:
             weights, digest = _trained(source)
-            export_adapter(weights, config, model, directory, tokenizer, digest)
+            task.write_adapter(weights, config, model, directory, tokenizer, digest)
             return directory
         _check_base(source, config)
-        session = apply(config, workload(config, model), device=device)
+        session = apply(config, task.workload_of(config, model), device=device)
         session.loaded(checkpoint.load(source, session.state()), 0)
-        export_hf(session, directory, tokenizer)
+        task.write_model(session, directory, tokenizer)
     finally:
         dist.destroy_process_group()
     return directory

@@ -29,14 +29,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
+Maker = Callable[["PretrainedConfig"], "PreTrainedModel"]
+"""What makes a model of its config, on the device of the context."""
+
+
+def build(config: Config, model: PretrainedConfig, make: Maker = models.causal_model) -> PreTrainedModel:
     """Return the model of a config, on the device of the context.
+
+    Args:
+        config: the config of the run.
+        model: the config of its model.
+        make: what makes the model, before anything is added.
 
     Raises:
         ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there; or noise
             on embeddings that it lacks.
     """
-    built = models.causal_model(model)
+    built = make(model)
     if config.model.neftune_alpha:
         EmbeddingNoise(config.model.neftune_alpha).attach(built, embedding_of(built, config.model.name))
     if config.data.boundaries == "keep":
@@ -48,10 +57,10 @@ def build(config: Config, model: PretrainedConfig) -> PreTrainedModel:
     return built
 
 
-def on_meta(config: Config, model: PretrainedConfig) -> PreTrainedModel:
+def on_meta(config: Config, model: PretrainedConfig, make: Maker = models.causal_model) -> PreTrainedModel:
     """Return the model of a config without memory."""
     with torch.device("meta"):
-        return build(config, model)
+        return build(config, model, make)
 
 
 def targets(model: nn.Module, config: Config) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cai_apps.applications.language.base import base_name, is_base, weights_directory
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
-from cai_apps.applications.language.model import build, initializer, on_meta, targets
+from cai_apps.applications.language.model import Maker, build, initializer, on_meta, targets
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
@@ -25,6 +25,7 @@ from cai_apps.compose.documents import check_keeps_documents_apart
 from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
+    causal_model,
     check_made,
     load_model_config,
     meta_model,
@@ -134,11 +135,18 @@ def _example(config: Config, samples: int) -> dict[str, Tensor]:
 class LanguageTask:
     """`cai_apps.run.task.Task` of language models."""
 
+    config: ClassVar[type[Config]] = Config
+    """The class of its configs."""
+
     def resolve(self, config: Config, ranks: int) -> Config:
         return resolve(config, load_model_config(config.model.name), ranks)
 
     def workload(self, config: Config) -> Workload:
-        return workload(config, load_model_config(config.model.name))
+        return self.workload_of(config, load_model_config(config.model.name))
+
+    def workload_of(self, config: Config, model: PretrainedConfig) -> Workload:
+        """Return the workload of a config for a model of such a config."""
+        return workload(config, model)
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
@@ -150,7 +158,7 @@ class LanguageTask:
                 config, load_model_config(config.model.name)
             )  # refuses what has no place in the model
             if config.lora.adapter is not None:
-                _check_adapter(config, model)
+                check_adapter_of(config, model)
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
@@ -218,9 +226,25 @@ class LanguageTask:
         if job.config.lora.rank:
             model: Any = session.model
             weights = trained_weights(session)
-            export_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
+            self.write_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
         else:
-            export_hf(session, job.run.export, tokenizer)
+            self.write_model(session, job.run.export, tokenizer)
+
+    def write_model(self, session: Session, directory: Path, tokenizer: Path) -> None:
+        """Write the model of a session as an HF directory. Collective."""
+        export_hf(session, directory, tokenizer)
+
+    def write_adapter(
+        self,
+        weights: Mapping[str, BoxedTensor],
+        config: Config,
+        model: PretrainedConfig,
+        directory: Path,
+        tokenizer: Path,
+        digest: str | None,
+    ) -> None:
+        """Write adapters as a folder of peft, by the arguments of `export_adapter`. Collective."""
+        export_adapter(weights, config, model, directory, tokenizer, digest)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
@@ -320,6 +344,8 @@ def export_adapter(
     directory: Path,
     tokenizer: Path,
     digest: str | None,
+    make: Maker = causal_model,
+    task_type: str = "CAUSAL_LM",
 ) -> None:
     """Write adapters, and what is trained whole beside them, as a folder of peft. Collective.
 
@@ -330,15 +356,19 @@ def export_adapter(
         directory: the folder, which appears whole or not at all.
         tokenizer: the directory of the run's tokenizer, which is copied.
         digest: the digest of the base's weights.
+        make: what makes the model without adapters.
+        task_type: what peft calls the kind of model.
 
     Raises:
         CheckpointError: the folder is not empty.
     """
-    options = peft_options(config.lora, targets(meta_model(model), config))
+    with torch.device("meta"):
+        plain = make(model)
+    options = peft_options(config.lora, targets(plain, config))
     options.base_model_name_or_path = base_name(config)
-    adapted = on_meta(config, model)
+    adapted = on_meta(config, model, make)
     with new_directory(directory) as new:
-        save_adapter(new, weights, adapted, options, digest)
+        save_adapter(new, weights, adapted, options, digest, task_type)
         new.write(lambda: load_tokenizer(tokenizer).save_pretrained(new.temporary), first=True)
 
 
@@ -349,7 +379,7 @@ def base_digest(config: Config) -> str | None:
     return digest_of_weights({"": weights_directory(config)}, config.data.cache)
 
 
-def _check_adapter(config: Config, model: nn.Module) -> None:
+def check_adapter_of(config: Config, model: nn.Module) -> None:
     """Raise ConfigError where the adapter that a run goes on from is not one of its base."""
     adapter = read_adapter(str(config.lora.adapter))
     check_adapter(adapter, model)

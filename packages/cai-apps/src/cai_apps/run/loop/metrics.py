@@ -47,6 +47,10 @@ class Metrics:
     validation_accuracy: float | None = None
     """Part of the targets that were the likeliest of all."""
     validation_perplexity: float | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the loss measures beside, by name, means over the global batch."""
+    validation_measures: Mapping[str, float] = field(default_factory=dict)
+    """The same of a validation, by names that begin with `VALIDATION`."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Texts after a validation by name, which are no part of the record."""
     device_bytes: int | None = None
@@ -72,11 +76,15 @@ class Metrics:
             **self.shares,
             "memory_bytes": self.memory_bytes,
             "step_seconds": self.step_seconds,
+            **self.measures,
+            **self.validation_measures,
         }
         later = {name: getattr(self, name) for name in OPTIONAL}
         return values | {name: value for name, value in later.items() if value is not None}
 
 
+VALIDATION = "validation_"
+"""The beginning of the names of what a validation measures."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
 

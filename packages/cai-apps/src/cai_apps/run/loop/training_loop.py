@@ -28,7 +28,7 @@ from cai_apps.data.batches import Batches, Microbatches, Prefetch
 from cai_apps.run.files.position import Position
 from cai_apps.run.loop.learning_rate import learning_rate
 from cai_apps.run.loop.maxima import greatest_of_ranks
-from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops, perplexity
+from cai_apps.run.loop.metrics import VALIDATION, Metrics, Speed, peak_flops, perplexity
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
@@ -45,6 +45,7 @@ class Trainable(Protocol):
     config: RunConfig
     mesh: DeviceMesh
     steps: int
+    measures: Tensor | None
 
     @property
     def skips(self) -> bool: ...
@@ -139,10 +140,12 @@ class Loop:
         total = counts[0]
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
         agreed = greatest_of_ranks(self.device, self.asked(), self.by_clock())
-        read = reading([losses, norms, *agreed, *counts], self.device)
+        measures = self._measured(session.measures)
+        read = reading([losses, norms, *agreed, *counts, *measures.flatten()], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, memory, stopped, due, targets, *flops = read()
+        loss, norm, memory, stopped, due, targets, *others = read()
+        flops, ratios = others[: len(self.work.flops)], others[len(self.work.flops) :]
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self.stopped, self.due = int(stopped), bool(due)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1
@@ -152,7 +155,8 @@ class Loop:
         samples = config.train.global_batch
         units = samples * self.work.unit.per_sample
         position = Position(position.step + 1, position.samples + samples, position.units + units)
-        numbers = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
+        numbers: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
+        numbers["measures"] = self._ratios(ratios)
         named = dict(zip(self.work.flops, flops, strict=True))
         return position, speed.metrics(position, samples, seconds, named, **numbers)
 
@@ -163,6 +167,16 @@ class Loop:
         if self.device.type == "cuda":
             counts = counts.pin_memory()
         return self._summed(counts.to(self.device, non_blocking=True))
+
+    def _measured(self, measures: Tensor | None) -> Tensor:
+        """Return numerators and denominators of the whole global batch, float64 [2, names]."""
+        return torch.zeros(2, 0) if measures is None else self._summed(measures)
+
+    def _ratios(self, measures: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """Return what the loss measures by name, from numerators and then denominators; 0 of nothing is left out."""
+        names = self.work.workload.measures
+        halves = measures[: len(names)], measures[len(names) :]
+        return {prefix + name: a / b for name, a, b in zip(names, *halves, strict=True) if b}
 
     def _summed(self, value: Tensor) -> Tensor:
         value = value.detach().to(self.device, torch.float64, copy=True)
@@ -197,6 +211,7 @@ class Loop:
         assert batches is not None
         count = -(-batches.samples.size // batches.global_batch)
         losses, targets, correct = torch.zeros(3, dtype=torch.float64, device=self.device)
+        measures = torch.zeros(2, len(self.work.workload.measures), dtype=torch.float64, device=self.device)
         counts_correct = False
         for batch in range(min(count, self.session.config.train.validation_batches)):
             on_host = batches.at(batch * batches.global_batch)
@@ -210,8 +225,11 @@ class Loop:
             if evaluation.correct is not None:
                 counts_correct = True
                 correct += self._summed(evaluation.correct)
+            if evaluation.measures is not None:
+                measures += self._measured(evaluation.measures)
         loss, accuracy = (torch.stack([losses, correct]) / targets).tolist()
-        fields: dict[str, Any] = {"validation_loss": loss}
+        ratios = self._ratios(measures.flatten().tolist(), VALIDATION)
+        fields: dict[str, Any] = {"validation_loss": loss, "validation_measures": ratios}
         if counts_correct:
             fields |= {"validation_accuracy": accuracy, "validation_perplexity": perplexity(loss)}
         if self.work.texts is not None:

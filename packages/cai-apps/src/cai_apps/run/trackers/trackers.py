@@ -13,6 +13,7 @@ from typing import Any
 from cai_apps.config.sections import RunConfig, Tracker
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.git_state import git_state
+from cai_apps.run.loop.metrics import VALIDATION
 from cai_apps.run.trackers.lane import Lane
 from cai_apps.run.trackers.table import ROWS
 from cai_apps.run.trackers.writer import Identity
@@ -81,7 +82,12 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
         for name, value in record.items()
         if name != "step" and isinstance(value, int | float) and math.isfinite(value)
     }
-    return {NAMES.get(name, f"train/{name}"): value for name, value in numbers.items()}
+    return {NAMES.get(name) or _name(name): value for name, value in numbers.items()}
+
+
+def _name(field: str) -> str:
+    """Return the name of a number that `NAMES` does not have."""
+    return f"eval/{field.removeprefix(VALIDATION)}" if field.startswith(VALIDATION) else f"train/{field}"
 
 
 def _known(

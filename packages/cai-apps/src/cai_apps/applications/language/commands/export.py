@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from cai_apps.config.arguments import parse
 from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cai_apps.applications.language.task import LanguageTask
+
+
+def _language() -> LanguageTask:
+    from cai_apps.applications.language.task import LANGUAGE
+
+    return LANGUAGE
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,8 @@ class Arguments:
     """Write the whole model of a run with adapters as an HF directory, with the adapters in its weights."""
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], task: Callable[[], LanguageTask] = _language) -> int:
+    """Run the command for the runs of a task, which is loaded once the arguments are right."""
     options = parse(Arguments, arguments, command="export")
     if not options.directory.name:
         raise ConfigError(
@@ -32,5 +43,5 @@ def run(arguments: list[str]) -> int:
         )
     from cai_apps.applications.language.export import export
 
-    print(export(options.source, options.directory, merge=options.merge))
+    print(export(options.source, options.directory, merge=options.merge, task=task()))
     return 0

@@ -1,0 +1,59 @@
+"""Causal language models of transformers that learn from preferences, and reward models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cai_apps.applications import Application
+from cai_apps.applications.alignment.config import Config
+from cai_apps.applications.loop import SharedLoop
+
+if TYPE_CHECKING:
+    from cai_apps.report.page import Page
+    from cai_apps.run.task import Task
+
+PRELOAD = ("transformers", "cai_apps.applications.alignment.task", "transformers.models.llama.modeling_llama")
+"""Modules that the ranks of a run on one machine share."""
+
+
+def _check(config: Config) -> None:
+    from cai_apps.applications.alignment.rules import check
+
+    check(config)
+
+
+def _task() -> Task:
+    from cai_apps.applications.alignment.task import ALIGNMENT
+
+    return ALIGNMENT
+
+
+def _batch(config: Config) -> str:
+    return f"{config.train.global_batch} rows of {config.data.sequence_length}"
+
+
+def _report() -> Page:
+    from cai_apps.applications.alignment.page import alignment_page
+
+    return alignment_page()
+
+
+LOOP = SharedLoop(_task, _batch, preload=PRELOAD)
+APPLICATION = Application(
+    "alignment",
+    Config,
+    _check,
+    LOOP.train,
+    LOOP.plan,
+    _report,
+    commands={
+        "export": (
+            "write a checkpoint's weights as an HF directory",
+            "cai_apps.applications.alignment.commands.export",
+        ),
+        "generate": (
+            "continue a prompt with an exported model",
+            "cai_apps.applications.language.commands.generate",
+        ),
+    },
+)

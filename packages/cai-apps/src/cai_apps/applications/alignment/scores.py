@@ -1,0 +1,73 @@
+"""What a model says of the answers in rows of several documents: one number for each document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cai_apps.compose.losses import IGNORED, NextTokenLoss
+from cai_mesh.comm import gather_from
+
+
+def document_sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Return the sums of values over the documents of rows.
+
+    Args:
+        values: [b, S].
+        starts: the first place of each document, and S for those that a row does not have, int [b, D + 1].
+
+    Returns [b, D] in the dtype of the values, 0 for a document without tokens.
+    """
+    places = torch.arange(values.shape[1], device=values.device)
+    inside = (places >= starts[:, :-1, None]) & (places < starts[:, 1:, None])
+    return torch.where(inside, values[:, None], 0.0).sum(-1)
+
+
+def last_values(values: Tensor, starts: Tensor) -> Tensor:
+    """Return the values [b, D] at the last token of each document; of one without tokens any value of the row."""
+    return values.gather(1, (starts[:, 1:].long() - 1).clamp(min=0))
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores of the documents of rows: of their scored tokens, or a value head's number at their last token.
+
+    Args:
+        tokens: the loss that knows how logits are cut over ranks.
+        form: "sum" or "mean" of log-probabilities of tokens with a label, or "value".
+    """
+
+    tokens: NextTokenLoss
+    form: Literal["sum", "mean", "value"]
+
+    def __call__(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores of this rank's samples, [b, D], float32 or wider.
+
+        Args:
+            output: the model's output, with `logits` [b, S, V], or [b, S, 1] of a value head.
+            rows: "labels" [b, S] and "cu_seqlens" [b, D + 1] of these samples.
+        """
+        starts = rows["cu_seqlens"]
+        if self.form == "value":
+            values = output.logits.squeeze(-1)
+            wide = values.to(torch.promote_types(values.dtype, torch.float32))
+            return last_values(wide, starts)
+        sums = document_sums(self.tokens.log_probs(output, rows["labels"]), starts)
+        return sums if self.form == "sum" else sums / lengths(rows).clamp_min(1)
+
+    def own(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of rows that this rank's samples have."""
+        return {name: self.tokens.form.own(value) if value.dim() else value for name, value in rows.items()}
+
+    def of_all(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the scores of all samples, float64 [B, D]."""
+        return gather_from(self(output, self.own(rows)), 0, self.tokens.form.samples).double()
+
+
+def lengths(rows: Mapping[str, Tensor]) -> Tensor:
+    """Return the number of scored tokens of each document, float32 [b, D]."""
+    return document_sums((rows["labels"] != IGNORED).float(), rows["cu_seqlens"])

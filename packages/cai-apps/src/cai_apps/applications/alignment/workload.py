@@ -1,0 +1,113 @@
+"""The model that learns from preferences, and what a batch of answers means to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cai_apps.applications.alignment.algorithms import ALGORITHMS
+from cai_apps.applications.alignment.config import Config
+from cai_apps.applications.alignment.objective import Objective, measures_of
+from cai_apps.applications.alignment.reference import KL, Comparison
+from cai_apps.applications.language.base import weights_directory
+from cai_apps.applications.language.model import Maker, build, initializer
+from cai_apps.applications.language.noise import KEYS
+from cai_apps.compose.adapter_files import load_adapter
+from cai_apps.compose.lora import plain_name
+from cai_apps.compose.models import causal_model, load_model_config, meta_model
+from cai_apps.compose.positions import PositionsKnown
+from cai_apps.compose.published_names import present_tensors
+from cai_apps.compose.value_head import HEAD, reward_model
+from cai_apps.compose.workload import Batch, Workload
+from cai_mesh.checkpoint import load_hf
+from cai_mesh.errors import ConfigError
+from cai_mesh.files import weight_files
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+INPUTS = ("input_ids", "position_ids", "cu_seqlens", KEYS)
+"""The names of what the model reads of a batch; the loss reads the rest, and where documents begin."""
+
+
+def has_value_head(config: Config) -> bool:
+    """Return whether the model of a config has a value head in place of logits."""
+    return ALGORITHMS[config.alignment.algorithm].score == "value"
+
+
+def maker_of(config: Config) -> Maker:
+    """Return what makes the model of an algorithm: a causal one, or one with a value head."""
+    return reward_model if has_value_head(config) else causal_model
+
+
+def workload(config: Config, model: PretrainedConfig, comparison: Comparison | None = None) -> Workload:
+    """Return the workload of a config.
+
+    Args:
+        config: the resolved config.
+        model: the config of its model.
+        comparison: what a step needs to know before it is taken; None: as the config says, without a second model.
+    """
+    return Workload(
+        build=partial(build, config, model, maker_of(config)),
+        inputs=lambda batch: {name: batch[name] for name in INPUTS if name in batch},
+        target=lambda batch: {
+            name: value for name, value in batch.items() if name not in INPUTS or name == INPUTS[2]
+        },
+        loss=partial(Objective.of, config=config),
+        predicted=None if has_value_head(config) else _predicted,
+        example=partial(example, config),
+        initializer=initializer,
+        running=PositionsKnown(),
+        pretrained=_pretrained(config),
+        has_base=bool(config.lora.rank),
+        measures=measures_of(config.alignment),
+        before_step=comparison or Comparison(config),
+    )
+
+
+def _predicted(objective: Objective, output: object) -> Tensor:
+    return objective.scorer.tokens.predicted(output)
+
+
+def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
+    """Return what fills a model from files; a value head that they do not have stays as it is made."""
+    if config.model.weights != "pretrained":
+        return None
+    plain = partial(present_tensors, meta_model(load_model_config(config.model.name)))
+
+    def load(model: nn.Module) -> None:
+        directory = weights_directory(config)
+        stored = f"{HEAD}.weight" in weight_files(directory, error=ConfigError).tensors
+
+        def names(name: str) -> str | None:
+            return None if name == f"{HEAD}.weight" and not stored else plain_name(name)
+
+        load_hf(model, directory, names=names, tensors=plain)
+        if config.lora.adapter is not None:
+            load_adapter(model, config.lora.adapter)
+
+    return load
+
+
+def example(config: Config, samples: int) -> Batch:
+    """Return a microbatch of so many rows, of any values: half of each row is chosen, half rejected."""
+    length, algorithm = config.data.sequence_length, ALGORITHMS[config.alignment.algorithm]
+    ids = torch.zeros(samples, length, dtype=torch.int64)
+    places = [0, length // 2, length, length] if algorithm.units == "pairs" else [0, length, length]
+    starts = torch.tensor([places], dtype=torch.int32).expand(samples, len(places)).contiguous()
+    unit = torch.zeros(samples, 1)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seqlens": starts, "present": unit == 0}
+    if config.model.neftune_alpha:
+        batch[KEYS] = ids[:, 0]
+    if algorithm.reference:
+        batch["reference"] = torch.zeros(samples, len(places) - 1, dtype=torch.float64)
+    if algorithm.units == "pairs":
+        return batch | {"margin": unit}
+    others = {KL + name: batch[name] for name in ("input_ids", "labels", "position_ids", "cu_seqlens")}
+    zero = torch.zeros((), dtype=torch.float64)
+    return batch | others | {f"{KL}reference": unit.double(), "desirable": unit == 0, "kl": zero}

@@ -1,0 +1,41 @@
+"""Forwards without gradients through a pipeline's runner, and what is said of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cai_apps.compose.workload import Batch, Loss, Score, Workload
+from cai_pipeline import PipelineRunner
+
+
+def scores(
+    runner: PipelineRunner, workload: Workload, loss: Loss, batches: Sequence[Batch], score: Score
+) -> list[Tensor]:
+    """Return what a function says of the output of a runner's model for each microbatch. Collective.
+
+    Args:
+        runner: the runner, whose model is in evaluation mode from then on.
+        workload: what a batch means to the model.
+        loss: the loss, which knows how outputs are cut over ranks.
+        batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
+        score: a function of the loss, the model's output and the target.
+
+    Returns nothing on ranks without the last stage.
+    """
+    values: list[Tensor] = []
+
+    def note(output: Any, target: Any) -> Tensor:
+        values.append(score(loss, output, target))
+        return torch.zeros(())
+
+    runner.model.eval()
+    with torch.no_grad():
+        ready = [workload.ready(batch) for batch in batches]
+    inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
+    with workload.running():
+        runner.evaluate(inputs, [workload.target(batch) for batch in ready], loss_fn=note)
+    return values

@@ -1,0 +1,121 @@
+"""Reward models: the layers of a causal language model, and one number for each token in place of logits.
+
+The parameters have the names of transformers' `...ForSequenceClassification`: those of the causal model, and
+`score.weight` [1, hidden]. A reward is the number at a text's last token (Stiennon et al., arXiv:2009.01325).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HEAD = "score"
+"""The name of the value head in a model, and in files."""
+
+
+class _ValueHead:
+    """A model of transformers whose class it is mixed into: the layers under their usual name, then the head."""
+
+    def __init__(self, config: PretrainedConfig):
+        from transformers import AutoModel
+
+        super().__init__(config)  # type: ignore[call-arg]
+        model: Any = self
+        setattr(model, model.base_model_prefix, AutoModel.from_config(config))
+        self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+        model.post_init()
+
+    def get_output_embeddings(self) -> None:
+        """Return nothing: the model has no logits."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **options: Any) -> Any:
+        """Return an output whose `logits` [B, S, 1] are the number at each token.
+
+        Args:
+            input_ids: int64 [B, S].
+            position_ids: int64 [B, S]; None: from 0 on.
+            options: other arguments of the layers.
+        """
+        from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+        layers = getattr(self, self.base_model_prefix)  # type: ignore[attr-defined]
+        hidden = layers(input_ids=input_ids, position_ids=position_ids, **options)
+        return SequenceClassifierOutputWithPast(logits=self.score(hidden.last_hidden_state))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _class_of(config_class: type) -> type:
+    """Return the class of reward models of a kind: it has the abilities of the kind's own classes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
+
+    causal, layers = MODEL_FOR_CAUSAL_LM_MAPPING[config_class], MODEL_MAPPING[config_class]
+    base = next(kind for kind in layers.__mro__[1:] if issubclass(kind, PreTrainedModel))
+    attributes = {"base_model_prefix": causal.base_model_prefix, "__module__": __name__}
+    return type(f"{causal.__name__.removesuffix('ForCausalLM')}RewardModel", (_ValueHead, base), attributes)
+
+
+def reward_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the reward model of a causal language model's config, on the device of the context.
+
+    Raises:
+        ConfigError: transformers has no layers of this kind apart from their head.
+    """
+    from cai_apps.compose.models import without_values
+
+    try:
+        kind = _class_of(type(config))
+    except (KeyError, StopIteration):
+        raise _no_reward_model(config, "transformers has no such layers without a head") from None
+    return without_values(kind(config))
+
+
+def published_config(config: PretrainedConfig, padding: int | None) -> PretrainedConfig:
+    """Return the config of a reward model as transformers has it: of a sequence classification with one label.
+
+    Args:
+        config: the config of the causal model.
+        padding: the id that fills texts up; None: there is none, and the model takes one text at a time.
+    """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    published = copy.deepcopy(config)
+    published.num_labels, published.pad_token_id = 1, padding
+    published.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    return published
+
+
+def check_reward_model(config: PretrainedConfig) -> None:
+    """Raise ConfigError unless transformers has the same model as a sequence classification, by names and shapes."""
+    import torch
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise _no_reward_model(
+            config, "transformers has no ...ForSequenceClassification that could be exported"
+        )
+    with torch.device("meta"):
+        model = reward_model(config)
+        published = AutoModelForSequenceClassification.from_config(published_config(config, None))
+    ours, theirs = (
+        {name: tuple(param.shape) for name, param in one.named_parameters()} for one in (model, published)
+    )
+    if ours != theirs:
+        name, shape = next(iter(sorted(set(ours.items()) ^ set(theirs.items()))))
+        raise _no_reward_model(config, f"transformers' own has other parameters, such as {name} {shape}")
+
+
+def _no_reward_model(config: PretrainedConfig, cause: str) -> ConfigError:
+    return ConfigError(
+        f"no reward model of model_type {config.model_type!r}",
+        expected="a kind with layers and a sequence classification of one shape, such as llama, qwen3, gemma2 or gpt2",
+        cause=cause,
+        fix="take a model of another kind",
+    )

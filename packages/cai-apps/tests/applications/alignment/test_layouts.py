@@ -1,0 +1,142 @@
+"""Every algorithm on every layout equals a plain loop over single texts: losses, gradients and weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import BATCH, Case, full, gradients_of, model_config, parameters_of, rate
+from preference_toys import OPTIONS, config_of, preferences, twin, units_of_steps
+
+from cai_apps.applications.alignment.algorithms import ALGORITHMS
+from cai_apps.applications.alignment.reference import Comparison, log_probs
+from cai_apps.applications.alignment.workload import workload
+from cai_apps.compose.apply import apply
+from cai_apps.compose.forward_only import freeze
+from cai_apps.data.batches import Batches
+from cai_apps.data.preference.rows import PreferenceRows
+from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
+from cai_mesh.testing import assert_same_as_one_device, run_ranks
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "one": Case(),
+    "one-microbatches": Case(microbatches=8),
+    "one-recompute": Case(recompute="full"),
+    "one-kernels": Case(kernels="on"),
+    "one-compiled": Case(compile="on", recompute="selective"),
+    "host": Case(),
+    "data2-zero0": Case(data=2, zero=0),
+    "data2-zero2": Case(data=2, zero=2),
+    "data2-zero3": Case(data=2, zero=3, kernels="on"),
+    "tensor2": Case(tensor=2),
+    "tensor2-sequence-kernels": Case(tensor=2, sequence=True, kernels="on"),
+    "pipeline2": Case(pipeline=2),
+    "pipeline2-zb-v": Case(pipeline=2, chunks=2, schedule="zb-v", unshard="step"),
+    "tensor4-2d": Case(tensor=4, mode="2d"),
+    "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
+    "data2-pipeline2-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
+}
+SOME = ("dpo", "kto", "reward", "orpo")
+TOGETHER = {
+    1: [("one", algorithm) for algorithm in OPTIONS]
+    + [(layout, algorithm) for layout in ("one-microbatches", "one-kernels", "host") for algorithm in SOME]
+    + [("one-recompute", "dpo"), ("one-compiled", "kto"), ("one-compiled", "reward")],
+    2: [
+        (layout, algorithm)
+        for layout in ("data2-zero0", "data2-zero3", "tensor2", "tensor2-sequence-kernels", "pipeline2")
+        for algorithm in SOME
+    ]
+    + [("data2-zero2", "ipo"), ("pipeline2-zb-v", "kto"), ("pipeline2-zb-v", "simpo")],
+    4: [("tensor4-2d", algorithm) for algorithm in ("dpo", "kto", "reward")]
+    + [("data2-pipeline2-zero3", algorithm) for algorithm in ("dpo", "kto", "reward")],
+    8: [("2x2x2-zero1", algorithm) for algorithm in SOME],
+}
+
+
+def session_of(layout: str, algorithm: str, form: str = "computed", name: str = "llama"):
+    config = config_of(algorithm, LAYOUTS[layout], form)
+    if layout == "host":
+        config = replace(config, memory=replace(config.memory, residency="host"))
+    comparison = Comparison(config)
+    plain = workload(config, model_config(name), comparison)
+    if form == "model":
+        comparison.model = freeze(config, plain, device=CPU)
+    return config, plain
+
+
+def trained(cases: list[tuple[str, str]], directories: dict[str, str], form: str = "computed"):
+    return [_trained(*case, directories, form) for case in cases]
+
+
+def _trained(layout: str, algorithm: str, directories: dict[str, str], form: str):
+    rows = PreferenceRows.of(*_source(directories, algorithm))
+    config, plain = session_of(layout, algorithm, form)
+    if form == "computed" and ALGORITHMS[config.alignment.algorithm].reference:
+        config = replace(config, data=replace(config.data, cache=directories["cache"]))
+        key = f"{layout}-{algorithm}"
+        array = log_probs(config, plain, [rows], rows.source.documents.count, key, CPU)
+        rows = replace(rows, reference=array)
+    session = apply(config, plain, device=CPU)
+    ranks = (index(session.mesh, DATA_AXES), degree(session.mesh, DATA_AXES))
+    batches = Batches(rows, BATCH, config.train.microbatch_size, *ranks, seed=config.train.seed)
+    losses, first, measures = [], {}, []
+    for step, numbers in enumerate(units_of_steps(rows)):
+        loss = session.step(batches.at(step * BATCH), total=float(len(numbers))).clone()
+        if step == 0:
+            first = {name: value.clone() for name, value in full(gradients_of(session)).items()}
+        session.update(rate(step), float(session.norm()))
+        for value in (loss, session.measures):
+            all_reduce(value, group(session.mesh, DATA_AXES))
+        losses.append(float(loss))
+        measures.append(session.measures.tolist())
+    last = {name: value.clone() for name, value in full(parameters_of(session)).items()}
+    return (losses, first, last, measures) if dist.get_rank() == 0 else None
+
+
+def _source(directories: dict[str, str], algorithm: str):
+    from cai_apps.data.documents import open_documents
+    from cai_apps.data.preference.prepare import Preferences
+
+    kind = "judged" if algorithm == "kto" else "pairs"
+    source = Preferences(open_documents(Path(directories[kind])), kind)
+    return source, np.arange(source.units), 24
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    home = tmp_path_factory.mktemp("preferences")
+    for kind in ("pairs", "judged"):
+        preferences(home / kind, kind)
+    (home / "cache").mkdir(mode=0o700)
+    return {name: str(home / name) for name in ("pairs", "judged", "cache")}
+
+
+@pytest.fixture(scope="module")
+def plain(directories):
+    kept = {}
+
+    def of(algorithm: str):
+        if algorithm not in kept:
+            kept[algorithm] = twin(algorithm, PreferenceRows.of(*_source(directories, algorithm)))
+        return kept[algorithm]
+
+    return of
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_layouts_equal_single_texts(world, directories, plain):
+    cases = TOGETHER[world]
+    results = run_ranks(world, trained, cases, directories, timeout=500)[0]
+    measured = {}
+    for (layout, algorithm), (losses, first, last, measures) in zip(cases, results, strict=True):
+        exact = 1e-6 if "compiled" in layout or "kernels" in layout else 1e-9
+        wanted = plain(algorithm)
+        assert losses == pytest.approx(wanted[0], rel=exact), (layout, algorithm)
+        assert_same_as_one_device(first, wanted[1], tolerance=max(exact, 1e-8))
+        assert_same_as_one_device(last, wanted[2], tolerance=max(exact, 1e-7))
+        np.testing.assert_allclose(measures, measured.setdefault(algorithm, measures), rtol=1e-5, atol=1e-7)
