@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,9 @@ from cai_apps.data.packed import IGNORED
 from cai_apps.data.packing import best_fit, cut
 from cai_apps.data.shuffle import permute
 from cai_mesh.errors import DataError
+
+Piece = tuple[np.ndarray, np.ndarray]
+"""The ids of a document or a part of one, int [n], and the labels of all of them or of all but the last, int64."""
 
 
 @dataclass(frozen=True)
@@ -81,35 +85,67 @@ class DocumentRows:
         not learned. `position_ids` restart with every document; `cu_seqlens`, int32 [n, documents + 1], says where
         documents begin. What fills a row is a document without labels. Nothing is random, `positions` not used.
         """
-        shape, most = (len(indices), self.length), self.documents
-        batch = {
-            "input_ids": np.full(shape, self.source.end_of_text, dtype=np.int64),
-            "labels": np.full(shape, IGNORED, dtype=np.int64),
-            "position_ids": np.zeros(shape, dtype=np.int64),
-            "cu_seqlens": np.full((len(indices), most + 1), self.length, dtype=np.int32),
-        }
+        batch = empty_rows(len(indices), self.length, self.documents, self.source.end_of_text)
         for row, index in enumerate(indices.tolist()):
-            at = 0
-            for number, piece in enumerate(self.order[self.rows_at[index] : self.rows_at[index + 1]]):
-                batch["cu_seqlens"][row, number] = at
-                at = self._put(batch, row, at, int(piece))
-            if at < self.length:
-                batch["cu_seqlens"][row, self.rows_at[index + 1] - self.rows_at[index]] = at
-                batch["position_ids"][row, at:] = np.arange(self.length - at)
+            pieces = self.order[self.rows_at[index] : self.rows_at[index + 1]]
+            write_row(batch, row, (self._piece(int(piece)) for piece in pieces))
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
-    def _put(self, batch: dict[str, np.ndarray], row: int, at: int, piece: int) -> int:
-        """Write a piece at a place of a row; return the place after it."""
+    def _piece(self, piece: int) -> Piece:
         first, size = int(self.first[piece]), int(self.sizes[piece])
-        ids, end = self._stream[first : first + size + 1], at + size
-        batch["input_ids"][row, at:end] = ids[:size]
-        batch["position_ids"][row, at:end] = np.arange(size)
         labelled = size - 1 if self.last[piece] else size
-        labels = ids[1 : labelled + 1].astype(np.int64)
-        if self._trained is not None:
-            labels = np.where(self._trained[first + 1 : first + labelled + 1], labels, IGNORED)
-        batch["labels"][row, at : at + labelled] = labels
-        return end
+        ids = self._stream[first : first + labelled + 1]
+        trained = None if self._trained is None else self._trained[first : first + labelled + 1]
+        return ids[:size], next_tokens(ids, trained)
+
+
+def next_tokens(ids: np.ndarray, trained: np.ndarray | None) -> np.ndarray:
+    """Return the labels of all ids but the last: the next one each, -100 where that is not trained on, int64 [n - 1].
+
+    Args:
+        ids: int [n].
+        trained: which are trained on, bool [n]; None: all are.
+    """
+    labels = ids[1:].astype(np.int64)
+    return labels if trained is None else np.where(trained[1:], labels, IGNORED)
+
+
+def empty_rows(count: int, length: int, documents: int, end_of_text: int) -> dict[str, np.ndarray]:
+    """Return rows without a document, for `write_row` to fill.
+
+    Args:
+        count: the number of rows.
+        length: tokens of a row.
+        documents: the most documents of a row, what fills it among them.
+        end_of_text: the id that fills a row.
+    """
+    return {
+        "input_ids": np.full((count, length), end_of_text, dtype=np.int64),
+        "labels": np.full((count, length), IGNORED, dtype=np.int64),
+        "position_ids": np.zeros((count, length), dtype=np.int64),
+        "cu_seqlens": np.full((count, documents + 1), length, dtype=np.int32),
+    }
+
+
+def write_row(batch: dict[str, np.ndarray], row: int, pieces: Iterable[Piece]) -> None:
+    """Write documents into a row, one after the other, and after them the positions of what fills it.
+
+    Args:
+        batch: the arrays of `empty_rows`.
+        row: the number of the row.
+        pieces: the ids of each document, and its first labels.
+    """
+    at, number, length = 0, 0, batch["input_ids"].shape[1]
+    for number, (ids, labels) in enumerate(pieces, start=1):
+        end = at + len(ids)
+        batch["cu_seqlens"][row, number - 1] = at
+        batch["input_ids"][row, at:end] = ids
+        batch["position_ids"][row, at:end] = np.arange(len(ids))
+        batch["labels"][row, at : at + len(labels)] = labels
+        at = end
+    if at < length:
+        batch["cu_seqlens"][row, number] = at
+        batch["position_ids"][row, at:] = np.arange(length - at)
 
 
 def lengths_of(batch: dict[str, Tensor]) -> np.ndarray:
@@ -131,16 +167,29 @@ def split_documents(
         DataError: nothing is left to train on.
     """
     count = len(source.starts()) - 1
+    training, validation = divide(count, validation_fraction, "documents")
+    rows = DocumentRows.of(source, training, length)
+    return rows, None if validation is None else DocumentRows.of(source, validation, length)
+
+
+def divide(count: int, validation_fraction: float, noun: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the numbers that are trained on, and those kept for validation, in their order, int64; None: none are.
+
+    Args:
+        count: the number of all of them.
+        validation_fraction: the part of them that is kept: one at least, where it is not 0.
+        noun: what an error calls them.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
     held_out = max(1, round(count * validation_fraction)) if validation_fraction > 0 else 0
     if count <= held_out:
         raise DataError(
             "the dataset is too small to train on",
-            got=f"{count} documents",
+            got=f"{count} {noun}",
             expected=f"more than {held_out}",
-            fix="use more documents, or data.validation_fraction = 0",
+            fix=f"use more {noun}, or data.validation_fraction = 0",
         )
     order = permute(np.arange(count), count, seed=0, epoch=0)
-    training = DocumentRows.of(source, np.sort(order[held_out:]), length)
-    if not held_out:
-        return training, None
-    return training, DocumentRows.of(source, np.sort(order[:held_out]), length)
+    return np.sort(order[held_out:]), np.sort(order[:held_out]) if held_out else None

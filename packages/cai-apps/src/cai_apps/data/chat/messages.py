@@ -71,7 +71,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     form = next((keys for keys in FORMS if all(record.get(key) is not None for key in keys)), None)
     if form is None:
         raise _unknown_form(record)
-    messages = _with_system(record, FORMS[form](record))
+    messages = with_system(record, FORMS[form](record))
     if not messages:
         raise DataError("the conversation has no message", got=f'"{form[0]}": []', expected="at least one")
     return Conversation(tuple(messages), read_tools(record))
@@ -114,12 +114,16 @@ def _closest_key(record: Mapping[str, Any]) -> str:
     )
 
 
-def _listed(record: Mapping[str, Any], key: str) -> list[Message]:
-    """Return the messages of a list under a key; calls that follow one another are one message."""
+def read_messages(record: Mapping[str, Any], key: str) -> list[Message]:
+    """Return the messages of a list under a key; calls that follow one another are one message.
+
+    Raises:
+        DataError: there is no list, or one of its entries is no message.
+    """
     messages: list[Message] = []
     joins = False
     for number, entry in enumerate(as_entries(record[key], f'"{key}"'), start=1):
-        message, is_call = _message(entry, f"message {number}")
+        message, is_call = read_message(entry, f"message {number}")
         if joins and is_call:
             previous = messages.pop()
             message = replace(previous, tool_calls=(*previous.tool_calls, *message.tool_calls))
@@ -128,8 +132,16 @@ def _listed(record: Mapping[str, Any], key: str) -> list[Message]:
     return messages
 
 
-def _message(entry: Any, place: str) -> tuple[Message, bool]:
-    """Return a message, and whether its role says that it is nothing but a call."""
+def read_message(entry: Any, place: str) -> tuple[Message, bool]:
+    """Return a message, and whether its role says that it is nothing but a call.
+
+    Args:
+        entry: an object with a role and its text.
+        place: the name by which an error calls it.
+
+    Raises:
+        DataError: the entry is no message.
+    """
     if not isinstance(entry, Mapping):
         raise DataError(
             f"{place} is no object", got=shown(entry), expected='{"role": "...", "content": "..."}'
@@ -233,15 +245,25 @@ def _prompt(record: Mapping[str, Any]) -> list[Message]:
     for key, role in (("prompt", USER), ("completion", ASSISTANT)):
         value = record[key]
         if isinstance(value, str):
-            entries = [_message({"role": role, "content": value}, f'"{key}"')[0]]
+            entries = [read_message({"role": role, "content": value}, f'"{key}"')[0]]
         else:
-            entries = _listed(record, key)
+            entries = read_messages(record, key)
         is_completion = key == "completion"
         messages += [replace(entry, trained=entry.trained and is_completion) for entry in entries]
     return messages
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
+    answer = as_text(record["output"], '"output"')
+    return [*alpaca_prompt(record), read_message({"role": ASSISTANT, "content": answer}, '"output"')[0]]
+
+
+def alpaca_prompt(record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of "history", and "instruction" with "input" as the question after them.
+
+    Raises:
+        DataError: they are no text, or the history is no list of questions with their answers.
+    """
     messages = []
     for number, pair in enumerate(record.get("history") or (), start=1):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
@@ -251,17 +273,19 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
                 expected="two strings",
             )
         for role, text in zip((USER, ASSISTANT), pair, strict=True):
-            messages.append(_message({"role": role, "content": text}, f'entry {number} of "history"')[0])
+            messages.append(read_message({"role": role, "content": text}, f'entry {number} of "history"')[0])
     parts = [as_text(record.get(key), f'"{key}"') for key in ("instruction", "input")]
     question = "\n".join(part for part in parts if part)
-    answer = as_text(record["output"], '"output"')
-    messages.append(_message({"role": USER, "content": question}, '"instruction"')[0])
-    messages.append(_message({"role": ASSISTANT, "content": answer}, '"output"')[0])
+    messages.append(read_message({"role": USER, "content": question}, '"instruction"')[0])
     return messages
 
 
-def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return messages after the system's, which some forms have beside them."""
+def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages after the system's, which some forms have beside them.
+
+    Raises:
+        DataError: the messages begin with another one of the system.
+    """
     text = as_text(first_of(record, ("system", "system_prompt")), 'the "system" of the record')
     if not text:
         return messages
@@ -277,9 +301,9 @@ def _with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 
 FORMS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[Message]]] = {
-    ("messages",): lambda record: _listed(record, "messages"),
-    ("conversations",): lambda record: _listed(record, "conversations"),
-    ("conversation",): lambda record: _listed(record, "conversation"),
+    ("messages",): lambda record: read_messages(record, "messages"),
+    ("conversations",): lambda record: read_messages(record, "conversations"),
+    ("conversation",): lambda record: read_messages(record, "conversation"),
     ("prompt", "completion"): _prompt,
     ("instruction", "output"): _alpaca,
 }

@@ -12,8 +12,9 @@ text, what is trained on, and where conversations are cut.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,33 +60,77 @@ def prepare_chat(data: Data, vocab_size: int, tokenizer: Path | None = None) -> 
         ConfigError: there is no tokenizer or template that can be used, or the cache is another user's.
         DataError: the source is missing, or a record is broken: the first one is named by its line.
     """
-    trained = check_trained(data.trained)
     content = readers.content(data.source, data.cache)
-    loaded = load_tokenizer(_tokenizer(data, vocab_size, content) if tokenizer is None else tokenizer)
+    rendering = load_rendering(data, vocab_size, content, _conversations(data), tokenizer)
+    directory = open_or_make(
+        data.cache,
+        key_of("chat", FORMAT, rendering.origin, data.sequence_length, vocab_size),
+        lambda scratch: _write(scratch, data, rendering, vocab_size),
+    )
+    return open_documents(directory)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How the conversations of a source become ids.
+
+    Args:
+        tokenizer: the tokenizer, with the template that writes conversations.
+        renderer: makes examples of conversations.
+        origin: "text", "vocabulary" and "dtype" of `Documents`.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    renderer: Renderer
+    origin: Mapping[str, str]
+
+
+def load_rendering(
+    data: Data,
+    vocab_size: int,
+    content: str,
+    conversations: Iterable[Conversation],
+    tokenizer: Path | None = None,
+) -> Rendering:
+    """Return how conversations are rendered.
+
+    Args:
+        data: the tokenizer, the template, what is trained on and how much is read.
+        vocab_size: rows of the model's embedding.
+        content: a digest of the source's bytes, and of how they are read.
+        conversations: what a tokenizer is trained on where `data.tokenizer` asks for it; read only then.
+        tokenizer: the directory of the model's tokenizer, in place of `data.tokenizer`.
+
+    Raises:
+        ConfigError: there is no tokenizer or template that can be used, or the cache is another user's.
+        DataError: a record is broken, where a tokenizer is trained.
+    """
+    trained = check_trained(data.trained)
+    place = _tokenizer(data, vocab_size, content, conversations) if tokenizer is None else tokenizer
+    loaded = load_tokenizer(place)
     template = load_template(loaded, data.chat_template)
     if data.chat_template is not None:
         loaded.chat_template = template.texts[DEFAULT]  # an export goes on with what it was trained on
-    renderer = Renderer(loaded, template, trained, data.special_tokens)
     origin = {
         "text": key_of(content, data.limit_bytes, template.digest, trained, data.special_tokens),
         "vocabulary": tokenizer_digest(loaded),
         "dtype": dtype_of(vocab_size),
     }
-    directory = open_or_make(
-        data.cache,
-        key_of("chat", FORMAT, origin, data.sequence_length, vocab_size),
-        lambda scratch: _write(scratch, data, loaded, renderer, vocab_size, origin),
-    )
-    return open_documents(directory)
+    return Rendering(loaded, Renderer(loaded, template, trained, data.special_tokens), origin)
 
 
-def _tokenizer(data: Data, vocab_size: int, content: str) -> str | Path:
+def _conversations(data: Data) -> Iterator[Conversation]:
+    return (conversation_of(record) for record in read_records(data.source))
+
+
+def _tokenizer(
+    data: Data, vocab_size: int, content: str, conversations: Iterable[Conversation]
+) -> str | Path:
     """Return what names the tokenizer: that which is asked for, or the directory of one trained on the source."""
     if data.tokenizer not in ("train", "auto"):
         return data.tokenizer
 
     def train(directory: Path) -> None:
-        conversations = (conversation_of(record) for record in read_records(data.source))
         train_chat_tokenizer(conversations, vocab_size).save_pretrained(directory / TOKENIZER)
 
     return open_or_make(data.cache, key_of("chat", FORMAT, TOKENIZER, content, vocab_size), train) / TOKENIZER
@@ -109,6 +154,16 @@ def conversation_of(record: Record) -> Conversation:
 
 
 @contextmanager
+def listed() -> Iterator[None]:
+    """Inside, what is wrong with a record is raised with the command that lists every such record."""
+    try:
+        yield
+    except DataError as error:
+        fix = f"{error.fix}; `cai data check` lists every such line".removeprefix("; ")
+        raise _changed(error, fix=fix) from None
+
+
+@contextmanager
 def placed(place: str) -> Iterator[None]:
     """Inside, what is wrong with a record is raised with its place before it."""
     try:
@@ -128,25 +183,18 @@ def _changed(error: DataError, *, what: str | None = None, fix: str | None = Non
     )
 
 
-def _write(
-    directory: Path,
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    renderer: Renderer,
-    vocab_size: int,
-    origin: Mapping[str, str],
-) -> None:
-    tokenizer.save_pretrained(directory / TOKENIZER)
+def _write(directory: Path, data: Data, rendering: Rendering, vocab_size: int) -> None:
+    rendering.tokenizer.save_pretrained(directory / TOKENIZER)
     lengths = Lengths(data.sequence_length)
 
     def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for example in _examples(data, renderer):
+        for example in _examples(data, rendering.renderer):
             check_ids(example.ids, vocab_size)
             shortened = lengths.cut(example)
             if shortened is not None:
                 yield shortened.ids, shortened.trained
 
-    count, tokens = write_documents(directory, documents(), origin["dtype"])
+    count, tokens = write_documents(directory, documents(), rendering.origin["dtype"])
     report = lengths.report()
     if count == 0:
         raise DataError(
@@ -155,7 +203,7 @@ def _write(
             expected="at least one",
             fix="increase data.sequence_length" if report.count else "",
         )
-    describe(directory, origin, count, tokens, tokenizer.eos_token_id)
+    describe(directory, rendering.origin, count, tokens, rendering.tokenizer.eos_token_id)
     (directory / LENGTHS).write_text(json.dumps(report.facts()), encoding="utf-8")
 
 
@@ -163,13 +211,10 @@ def _examples(data: Data, renderer: Renderer) -> Iterator[Example]:
     """Yield the examples of a source, of conversations within the bytes that are read."""
     remaining = data.limit_bytes
     for record in read_records(data.source):
-        try:
+        with listed():
             conversation = conversation_of(record)
             with placed(record.place):
                 example = renderer.render(conversation)
-        except DataError as error:
-            fix = f"{error.fix}; `cai data check` lists every such line".removeprefix("; ")
-            raise _changed(error, fix=fix) from None
         if remaining is not None:
             remaining -= sum(len(message.content.encode()) for message in conversation.messages)
             if remaining < 0:
