@@ -11,6 +11,6 @@ preload(
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "diffusers",
-    *(f"cai_apps.applications.{name}.task" for name in ("language", "diffusion", "protein")),
+    *(f"cai_apps.applications.{name}.task" for name in ("language", "alignment", "diffusion", "protein")),
     "cai_apps.run.worker",
 )

@@ -36,18 +36,25 @@ class _ValueHead:
     def get_output_embeddings(self) -> None:
         """Return nothing: the model has no logits."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        **options: Any,
+    ) -> Any:
         """Return an output whose `logits` [B, S, 1] are the number at each token.
 
         Args:
             input_ids: int64 [B, S].
             position_ids: int64 [B, S]; None: from 0 on.
+            use_cache: whether keys and values are kept for texts that go on.
             options: other arguments of the layers.
         """
         from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
         layers = getattr(self, self.base_model_prefix)  # type: ignore[attr-defined]
-        hidden = layers(input_ids=input_ids, position_ids=position_ids, **options)
+        hidden = layers(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **options)
         return SequenceClassifierOutputWithPast(logits=self.score(hidden.last_hidden_state))  # type: ignore[arg-type]
 
 

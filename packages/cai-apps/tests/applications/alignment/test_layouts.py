@@ -15,6 +15,7 @@ from preference_toys import OPTIONS, config_of, preferences, twin, units_of_step
 from cai_apps.applications.alignment.algorithms import ALGORITHMS
 from cai_apps.applications.alignment.reference import Comparison, log_probs
 from cai_apps.applications.alignment.workload import workload
+from cai_apps.applications.language.config import LoRA
 from cai_apps.compose.apply import apply
 from cai_apps.compose.forward_only import freeze
 from cai_apps.data.batches import Batches
@@ -41,6 +42,8 @@ LAYOUTS = {
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
     "data2-pipeline2-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
 }
+STAYING = ("data2-zero3", "tensor2", "pipeline2")
+"""Layouts whose reference stays beside the model."""
 SOME = ("dpo", "kto", "reward", "orpo")
 TOGETHER = {
     1: [("one", algorithm) for algorithm in OPTIONS]
@@ -58,44 +61,52 @@ TOGETHER = {
 }
 
 
-def session_of(layout: str, algorithm: str, form: str = "computed", name: str = "llama"):
+def session_of(layout: str, algorithm: str, form: str, lora: bool):
     config = config_of(algorithm, LAYOUTS[layout], form)
+    if lora:
+        config = replace(config, lora=LoRA(rank=4, alpha=8))
     if layout == "host":
         config = replace(config, memory=replace(config.memory, residency="host"))
     comparison = Comparison(config)
-    plain = workload(config, model_config(name), comparison)
+    plain = workload(config, model_config("llama"), comparison)
     if form == "model":
         comparison.model = freeze(config, plain, device=CPU)
     return config, plain
 
 
-def trained(cases: list[tuple[str, str]], directories: dict[str, str], form: str = "computed"):
-    return [_trained(*case, directories, form) for case in cases]
+def trained(
+    cases: list[tuple[str, str]], directories: dict[str, str], form: str = "computed", lora: bool = False
+):
+    return [_trained(*case, directories, form, lora or form == "adapter") for case in cases]
 
 
-def _trained(layout: str, algorithm: str, directories: dict[str, str], form: str):
+def _trained(layout: str, algorithm: str, directories: dict[str, str], form: str, lora: bool):
     rows = PreferenceRows.of(*_source(directories, algorithm))
-    config, plain = session_of(layout, algorithm, form)
+    config, plain = session_of(layout, algorithm, form, lora)
     if form == "computed" and ALGORITHMS[config.alignment.algorithm].reference:
         config = replace(config, data=replace(config.data, cache=directories["cache"]))
-        key = f"{layout}-{algorithm}"
+        key = f"{layout}-{algorithm}-{lora}"
         array = log_probs(config, plain, [rows], rows.source.documents.count, key, CPU)
         rows = replace(rows, reference=array)
     session = apply(config, plain, device=CPU)
     ranks = (index(session.mesh, DATA_AXES), degree(session.mesh, DATA_AXES))
     batches = Batches(rows, BATCH, config.train.microbatch_size, *ranks, seed=config.train.seed)
-    losses, first, measures = [], {}, []
+    losses, first, measures, is_offloaded = [], {}, [], session.weights.offloaded is not None
     for step, numbers in enumerate(units_of_steps(rows)):
         loss = session.step(batches.at(step * BATCH), total=float(len(numbers))).clone()
         if step == 0:
-            first = {name: value.clone() for name, value in full(gradients_of(session)).items()}
+            first = {} if is_offloaded else _copies(gradients_of(session))
         session.update(rate(step), float(session.norm()))
         for value in (loss, session.measures):
             all_reduce(value, group(session.mesh, DATA_AXES))
         losses.append(float(loss))
         measures.append(session.measures.tolist())
-    last = {name: value.clone() for name, value in full(parameters_of(session)).items()}
+    last = {} if is_offloaded else _copies(parameters_of(session))
     return (losses, first, last, measures) if dist.get_rank() == 0 else None
+
+
+def _copies(boxed) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in full(boxed).items()}
 
 
 def _source(directories: dict[str, str], algorithm: str):
@@ -134,9 +145,22 @@ def test_layouts_equal_single_texts(world, directories, plain):
     results = run_ranks(world, trained, cases, directories, timeout=500)[0]
     measured = {}
     for (layout, algorithm), (losses, first, last, measures) in zip(cases, results, strict=True):
-        exact = 1e-6 if "compiled" in layout or "kernels" in layout else 1e-9
-        wanted = plain(algorithm)
-        assert losses == pytest.approx(wanted[0], rel=exact), (layout, algorithm)
-        assert_same_as_one_device(first, wanted[1], tolerance=max(exact, 1e-8))
-        assert_same_as_one_device(last, wanted[2], tolerance=max(exact, 1e-7))
+        # norms compute in float32, and a grid or a compiler adds them up in another order
+        exact = 1e-6 if "compiled" in layout or "2d" in layout else 1e-9
+        expected = plain(algorithm)
+        assert losses == pytest.approx(expected[0], rel=exact), (layout, algorithm)
+        if layout != "host":
+            assert_same_as_one_device(first, expected[1], tolerance=max(exact, 1e-8))
+            assert_same_as_one_device(last, expected[2], tolerance=max(exact, 1e-7))
         np.testing.assert_allclose(measures, measured.setdefault(algorithm, measures), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", ["model", "adapter"])
+def test_references_that_stay(form, directories, plain):
+    """A second model, and one whose adapters are off, give what is computed before the first step."""
+    cases = [(layout, algorithm) for layout in STAYING for algorithm in ("dpo", "kto")]
+    both = run_ranks(2, trained, cases, directories, form, timeout=500)[0]
+    before = run_ranks(2, trained, cases, directories, "computed", lora=form == "adapter", timeout=500)[0]
+    for case, (losses, *_), (expected, *_) in zip(cases, both, before, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-9), case
+        assert len({*losses}) == len(losses)

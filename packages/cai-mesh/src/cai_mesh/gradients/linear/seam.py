@@ -112,6 +112,8 @@ def add_weight_gradient(grad: torch.Tensor, operands: list[torch.Tensor], key: s
 
     Raises `PlanError` where the gradient is not to go there.
     """
+    if not grad.numel():  # a rank without rows of the weight
+        return
     buffer = buffer_of(grad)
     if buffer is None:
         raise RuntimeError("a weight gradient was to be written to a copy of its chunk; please report this")
@@ -129,6 +131,8 @@ def _deliver(
     """Write a weight's gradient to its chunk; or return it, where `torch.autograd.grad` wants to have it."""
     if torch.compiler.is_compiling():
         _weight_gradient(token, grad, list(operands), rule.key)
+        return None
+    if not grad.numel():  # a rank without rows of the weight
         return None
     buffer = buffer_of(grad)
     assert buffer is not None
