@@ -152,7 +152,8 @@ def test_layouts_equal_single_texts(world, directories, plain):
         if layout != "host":
             assert_same_as_one_device(first, expected[1], tolerance=max(exact, 1e-8))
             assert_same_as_one_device(last, expected[2], tolerance=max(exact, 1e-7))
-        np.testing.assert_allclose(measures, measured.setdefault(algorithm, measures), rtol=1e-5, atol=1e-7)
+        later = measures[1:]  # before the first update, rounding says which of equal rewards is larger
+        np.testing.assert_allclose(later, measured.setdefault(algorithm, later), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("form", ["model", "adapter"])

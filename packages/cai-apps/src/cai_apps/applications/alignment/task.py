@@ -45,12 +45,14 @@ from cai_apps.config.adapters import OPTIONS, WEIGHTS
 from cai_apps.data.batches import Samples
 from cai_apps.data.content import digest_of_files, digest_of_weights
 from cai_apps.data.document_rows import lengths_of
+from cai_apps.data.documents import Documents
 from cai_apps.data.preference.lengths import PreferenceReport
 from cai_apps.data.preference.prepare import Preferences, prepare_preferences
 from cai_apps.data.preference.rows import PreferenceRows, blank, split_preferences
 from cai_apps.data.sealed import key_of
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import model_flops
+from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
@@ -103,6 +105,9 @@ class AlignmentTask(LanguageTask):
         check_enough(config, training.size)
         return prepared
 
+    def documents(self, prepared: Preferences) -> Documents:
+        return prepared.documents
+
     def announce(self, config: Config, prepared: Preferences) -> str:
         about = "\n".join(PreferenceReport(**prepared.facts).lines())
         training, _ = _split(config, prepared)
@@ -144,6 +149,13 @@ class AlignmentTask(LanguageTask):
         if not ALGORITHMS[config.alignment.algorithm].reference or config.reference.form == "adapter":
             return work
         return replace(work, completed=partial(_completed, work, job, training, comparison))
+
+    def finish(self, job: Job) -> None:
+        if not has_value_head(job.config):
+            super().finish(job)
+            return
+        show_outcome(job.run, job.config)
+        print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
 
     def write_model(self, session: Session, directory: Path, tokenizer: Path) -> None:
         write = export_reward_model if has_value_head(session.config) else export_hf

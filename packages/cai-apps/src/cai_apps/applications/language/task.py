@@ -173,6 +173,10 @@ class LanguageTask:
         check_enough(config, training.size)
         return prepared
 
+    def documents(self, prepared: Any) -> Documents:
+        """Return the texts of prepared data."""
+        return prepared
+
     def announce(self, config: Config, prepared: Documents) -> str:
         if config.data.format == "text":
             return f"{config.model.name} on {prepared.tokens:,} tokens of text"
@@ -299,7 +303,7 @@ def _sample(job: Job) -> str:
     drawing = Drawing(job.config.log.sample_tokens)
     if job.config.data.format == "text":
         return generate(job.run.export, drawing=drawing, cache=job.config.data.cache)
-    documents: Documents = job.prepared
+    documents: Documents = job.task.documents(job.prepared)  # type: ignore[attr-defined]
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
     place = place_of(job.run.export, cache=job.config.data.cache)
     return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
