@@ -48,7 +48,7 @@ class Pair:
         chosen: the messages of the preferred answer, an assistant's first.
         rejected: the messages of the other one, as of `chosen`.
         tools: the tools that the assistant may call; None: none are said.
-        margin: by how much `chosen` is better; None: it is not said.
+        margin: the amount by which `chosen` is better; None: it is not said.
     """
 
     prompt: Messages
