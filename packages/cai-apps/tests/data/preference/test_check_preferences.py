@@ -97,9 +97,9 @@ def test_judged_answers_to_one_prompt_are_a_problem(folder, capsys):
 
 def test_what_is_left_out(folder, capsys):
     _, out, _ = check(folder, capsys, [PAIR, {**PAIR, "rejected": "So long, and be kind. " * 5}],
-                      "--sequence_length", "60")  # fmt: skip
+                      "--sequence_length", "90")  # fmt: skip
     assert (
-        "1 are left out: both documents of a pair together longer than 60 tokens" in out
+        "1 are left out: both documents of a pair together longer than 90 tokens" in out
         and "1 pairs\n" in out
     )
 
