@@ -96,12 +96,13 @@ def test_judged_answers_to_one_prompt_are_a_problem(folder, capsys):
 
 
 def test_what_is_left_out(folder, capsys):
-    _, out, _ = check(folder, capsys, [PAIR, {**PAIR, "rejected": "So long, and be kind. " * 5}],
-                      "--sequence_length", "90")  # fmt: skip
-    assert (
-        "1 are left out: both documents of a pair together longer than 90 tokens" in out
-        and "1 pairs\n" in out
-    )
+    rows = [PAIR, {**PAIR, "rejected": "So long, and be kind. " * 5}]
+    longest = json.loads(check(folder, capsys, rows[:1], "--json")[1])["lengths"]["longest"]
+    length = 2 * longest["prompt"] + longest["chosen"] + longest["rejected"]
+    for size, count in ((length, 1), (length - 1, 2)):
+        _, out, _ = check(folder, capsys, rows, "--sequence_length", str(size))
+        assert f"{count} are left out: both documents of a pair together longer than {size} tokens" in out
+        assert f"{2 - count} pairs\n" in out
 
 
 @pytest.mark.parametrize(

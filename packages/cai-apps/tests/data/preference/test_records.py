@@ -144,6 +144,8 @@ REFUSED = {
     "one whole conversation beside an answer": (
         {"prompt": "q", "chosen": [USER, CHOSEN], "rejected": [REJECTED]}, "prompts that differ"),
     "a conversation without an answer": ({"chosen": [USER], "rejected": [USER]}, "prompts that differ"),
+    "answers alone": ({"chosen": [CHOSEN], "rejected": [REJECTED]}, "the prompt is empty"),
+    "no messages": ({"chosen": [], "rejected": [USER, REJECTED]}, "prompts that differ"),
     "strings without a prompt": (
         {"chosen": "the sky is blue", "rejected": "the sky is green"}, "does not say where its prompt ends"),
     "a prompt that is an answer": (

@@ -250,7 +250,7 @@ def _divide(chosen: Messages, rejected: Messages) -> tuple[list[Message], Messag
     both = zip(chosen[: max(0, most)], rejected, strict=False)
     size = next((number for number, (one, other) in enumerate(both) if one != other), max(0, most))
     first, second = (messages[size : size + 1] for messages in (chosen, rejected))
-    if size == 0 or any(message.role != ASSISTANT for message in (*first, *second)):
+    if any(message.role != ASSISTANT for message in (*first, *second)):
         raise DataError(
             '"chosen" and "rejected" have prompts that differ',
             got=" and ".join(repr(message.content)[: LETTERS // 2] for message in (*first, *second)),
