@@ -16,7 +16,7 @@ from cai_mesh.errors import DataError
 SHOWN = 3
 """Records that are shown."""
 Mark = Literal["", "+", "-"]
-"""Of a part of a text: "+" where it is trained on, "-" where it is an answer that is not preferred."""
+"""What a part of a text is: "+" is trained on, "-" is an answer that is not preferred, "" is neither."""
 
 
 @dataclass(frozen=True)

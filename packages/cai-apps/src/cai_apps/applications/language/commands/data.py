@@ -109,7 +109,7 @@ def _show(findings: Findings, tokenizer: PreTrainedTokenizerFast | None) -> None
         _show_sample(sample, LEGENDS[findings.kind])
     if findings.lengths is None:
         print("only the form of records was looked at; --tokenizer MODEL shows them as the model reads them")
-    elif findings.lengths.count:
+    elif findings.ends:
         print("\n".join(findings.lengths.lines()))
         print(_ends(findings, tokenizer))
     for error in findings.problems:
