@@ -104,7 +104,7 @@ def next_tokens(ids: np.ndarray, trained: np.ndarray | None) -> np.ndarray:
 
     Args:
         ids: int [n].
-        trained: which are trained on, bool [n]; None: all are.
+        trained: marks of those that are trained on, bool [n]; None: all are.
     """
     labels = ids[1:].astype(np.int64)
     return labels if trained is None else np.where(trained[1:], labels, IGNORED)
@@ -178,7 +178,7 @@ def divide(count: int, validation_fraction: float, noun: str) -> tuple[np.ndarra
     Args:
         count: the number of all of them.
         validation_fraction: the part of them that is kept: one at least, where it is not 0.
-        noun: what an error calls them.
+        noun: the name by which an error calls them.
 
     Raises:
         DataError: nothing is left to train on.

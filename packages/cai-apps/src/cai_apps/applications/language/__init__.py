@@ -49,7 +49,7 @@ APPLICATION = Application(
     _report,
     commands={
         "data": (
-            "look through a file of conversations: data check FILE",
+            "look through a file of conversations or preferences: data check FILE",
             "cai_apps.applications.language.commands.data",
         ),
         "export": (

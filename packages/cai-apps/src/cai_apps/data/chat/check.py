@@ -5,23 +5,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from cai_apps.data.chat.lengths import LengthReport, Lengths
+from cai_apps.data.chat.lengths import Lengths
 from cai_apps.data.chat.prepare import conversation_of, placed
 from cai_apps.data.chat.readers import Record, read_records, record_files
 from cai_apps.data.chat.render import Renderer
 from cai_mesh.errors import DataError
 
 SHOWN = 3
-"""Conversations that are shown."""
+"""Records that are shown."""
+Mark = Literal["", "+", "-"]
+"""What a part of a text is: "+" is trained on, "-" is an answer that is not preferred, "" is neither."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A conversation as it is rendered: the text in parts that are trained on or not."""
+    """A record as it is rendered: its text in parts, with a mark each."""
 
     place: str
-    parts: list[tuple[str, bool]]
+    parts: list[tuple[str, Mark]]
+
+
+class Report(Protocol):
+    """Lengths of records, counted."""
+
+    count: int
+
+    def lines(self) -> list[str]:
+        """Return the report in a few lines."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Return the numbers by name."""
+        ...
 
 
 @dataclass
@@ -29,17 +46,19 @@ class Findings:
     """What a source holds.
 
     Args:
+        kind: "conversations", "pairs" or "judged".
         count: the number of records.
         problems: the errors of those that are broken, in their order.
-        samples: the first conversations that are not.
+        samples: the first records that are not.
         lengths: the lengths of all that are not; None: they were not rendered.
-        ends: the ids that end answers, with the number of conversations.
+        ends: the ids that end answers, with the number of documents.
     """
 
+    kind: str = "conversations"
     count: int = 0
     problems: list[DataError] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    lengths: LengthReport | None = None
+    lengths: Report | None = None
     ends: Counter[int] = field(default_factory=Counter)
 
 
@@ -56,7 +75,7 @@ def check_source(source: str, renderer: Renderer | None, length: int | None) -> 
         DataError: there is no such file, or nothing in it.
     """
     findings, lengths = Findings(), Lengths(length)
-    for record in _records(source, findings.problems):
+    for record in readable_records(source, findings.problems):
         findings.count += 1
         try:
             conversation = conversation_of(record)
@@ -70,15 +89,25 @@ def check_source(source: str, renderer: Renderer | None, length: int | None) -> 
         lengths.cut(example)
         findings.ends[renderer.end_of(example)] += 1
         if len(findings.samples) < SHOWN:
-            findings.samples.append(Sample(record.place, parts))
+            findings.samples.append(
+                Sample(record.place, [(text, "+" if is_trained else "") for text, is_trained in parts])
+            )
     if not (findings.count or findings.problems):
         raise DataError(f"there is no record in {source}", expected="at least one conversation")
     findings.lengths = None if renderer is None else lengths.report()
     return findings
 
 
-def _records(source: str, problems: list[DataError]) -> Iterator[Record]:
-    """Yield the records of a source up to where a file cannot be read on, which is a problem itself."""
+def readable_records(source: str, problems: list[DataError]) -> Iterator[Record]:
+    """Yield the records of a source up to where a file cannot be read on, which is a problem itself.
+
+    Args:
+        source: a file, a glob, or a directory of datasets.save_to_disk.
+        problems: the list that gets that problem.
+
+    Raises:
+        DataError: there is no such file.
+    """
     record_files(source)  # a source that is not there, or of another kind, is no problem of a record
     try:
         yield from read_records(source)

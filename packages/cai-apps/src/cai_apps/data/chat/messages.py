@@ -68,13 +68,18 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     Raises:
         DataError: the record has no form that is known, or a value that its form does not have.
     """
-    form = next((keys for keys in FORMS if all(record.get(key) is not None for key in keys)), None)
+    form = form_of(record)
     if form is None:
         raise _unknown_form(record)
     messages = with_system(record, FORMS[form](record))
     if not messages:
         raise DataError("the conversation has no message", got=f'"{form[0]}": []', expected="at least one")
     return Conversation(tuple(messages), read_tools(record))
+
+
+def form_of(record: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the keys of the form that a record has; None: it has none."""
+    return next((keys for keys in FORMS if all(record.get(key) is not None for key in keys)), None)
 
 
 def _unknown_form(record: Mapping[str, Any]) -> DataError:

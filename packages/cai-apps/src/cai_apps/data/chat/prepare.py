@@ -98,7 +98,7 @@ def load_rendering(
         data: the tokenizer, the template, what is trained on and how much is read.
         vocab_size: rows of the model's embedding.
         content: a digest of the source's bytes, and of how they are read.
-        conversations: what a tokenizer is trained on where `data.tokenizer` asks for it; read only then.
+        conversations: the texts for a tokenizer that is trained here, read only where `data.tokenizer` asks for it.
         tokenizer: the directory of the model's tokenizer, in place of `data.tokenizer`.
 
     Raises:

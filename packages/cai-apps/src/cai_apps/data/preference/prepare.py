@@ -14,7 +14,7 @@ The key is a digest of all that the files depend on, as for conversations.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ class Preferences:
     """Tokenized preferences on disk.
 
     Args:
-        documents: of pairs chosen_0, rejected_0, chosen_1, rejected_1, ...; of judged answers record_0, other_0,
-            record_1, other_1, ..., where an other is the record's prompt with the answer to another prompt.
+        documents: chosen_0, rejected_0, chosen_1, rejected_1, ... of pairs; record_0, other_0, record_1, other_1, ...
+            of judged answers, where an other is the record's prompt with the answer to another prompt.
         kind: "pairs" or "judged".
     """
 
@@ -114,14 +114,7 @@ def prepare_preferences(
         DataError: the source is missing, a record is broken (the first one is named by its line) or no pair where
             pairs are asked for, all judged answers have one prompt, or nothing is short enough.
     """
-    if tuple(data.trained) != (ALL,):
-        raise ConfigError(
-            "data.trained names other messages than the answers",
-            got=", ".join(data.trained) or "nothing",
-            expected=repr(ALL),
-            cause="of a preference all of both answers is scored, and nothing of the prompt",
-            fix=f'data.trained = ["{ALL}"]',
-        )
+    check_scored(data.trained)
     content = key_of("preferences", kind, sources.content(data.source, data.cache))
     rendering = load_rendering(data, vocab_size, content, _conversations(data), tokenizer)
     directory = open_or_make(
@@ -130,6 +123,22 @@ def prepare_preferences(
         lambda scratch: _write(scratch, data, kind, rendering, vocab_size),
     )
     return Preferences(open_documents(directory), kind)
+
+
+def check_scored(trained: Sequence[str]) -> None:
+    """Raise ConfigError where `data.trained` names something else than all answers.
+
+    Args:
+        trained: the value of `data.trained`.
+    """
+    if tuple(trained) != (ALL,):
+        raise ConfigError(
+            "data.trained names other messages than the answers",
+            got=", ".join(trained) or "nothing",
+            expected=repr(ALL),
+            cause="of a preference all of both answers is scored, and nothing of the prompt",
+            fix=f'data.trained = ["{ALL}"]',
+        )
 
 
 def _conversations(data: Data) -> Iterator[Conversation]:

@@ -48,7 +48,7 @@ class Pair:
         chosen: the messages of the preferred answer, an assistant's first.
         rejected: the messages of the other one, as of `chosen`.
         tools: the tools that the assistant may call; None: none are said.
-        margin: by how much `chosen` is better; None: it is not said.
+        margin: the amount by which `chosen` is better; None: it is not said.
     """
 
     prompt: Messages
@@ -250,7 +250,7 @@ def _divide(chosen: Messages, rejected: Messages) -> tuple[list[Message], Messag
     both = zip(chosen[: max(0, most)], rejected, strict=False)
     size = next((number for number, (one, other) in enumerate(both) if one != other), max(0, most))
     first, second = (messages[size : size + 1] for messages in (chosen, rejected))
-    if size == 0 or any(message.role != ASSISTANT for message in (*first, *second)):
+    if any(message.role != ASSISTANT for message in (*first, *second)):
         raise DataError(
             '"chosen" and "rejected" have prompts that differ',
             got=" and ".join(repr(message.content)[: LETTERS // 2] for message in (*first, *second)),

@@ -31,6 +31,13 @@ class PairExample:
     rejected: Example
 
 
+def conversations_of(preference: Pair | Judged) -> list[Conversation]:
+    """Return the conversations whose answers are scored: both of a pair, the chosen one first, or the one."""
+    pair = isinstance(preference, Pair)
+    answers = [preference.chosen, preference.rejected] if pair else [preference.completion]
+    return [Conversation((*preference.prompt, *answer), preference.tools) for answer in answers]
+
+
 def render_pair(renderer: Renderer, pair: Pair) -> PairExample:
     """Return the two documents of a pair.
 
@@ -39,8 +46,8 @@ def render_pair(renderer: Renderer, pair: Pair) -> PairExample:
             another answer.
     """
     chosen, rejected = (
-        _render(renderer, Conversation((*pair.prompt, *answer), pair.tools), f'"{key}"')
-        for key, answer in (("chosen", pair.chosen), ("rejected", pair.rejected))
+        _render(renderer, conversation, f'"{key}"')
+        for key, conversation in zip(("chosen", "rejected"), conversations_of(pair), strict=True)
     )
     prefix, other = prompt_size(chosen), prompt_size(rejected)
     if prefix != other or not np.array_equal(chosen.ids[:prefix], rejected.ids[:prefix]):

@@ -57,7 +57,7 @@ def check_kind(preference: Pair | Judged, kind: Kind, place: str) -> None:
 
     Args:
         preference: the record.
-        kind: what is asked for.
+        kind: the kind that is asked for.
         place: the place of the record.
     """
     if kind == "pairs" and isinstance(preference, Judged):

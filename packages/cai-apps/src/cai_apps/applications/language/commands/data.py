@@ -25,15 +25,22 @@ LIKE_TRAINING = {"--model.name": "--tokenizer", "--data.": "--"}
 """Flags of `cai train`, by their beginnings, that are understood here, too."""
 PART, BEGINNING = 1200, 800
 """Letters of a part of a conversation that are shown, and of its beginning where it is longer."""
-MARKS = ("{+", "+}")
-"""What stands around trained text where there are no colours."""
+MARKS = {"+": ("{+", "+}"), "-": ("{-", "-}")}
+"""Signs around trained text and around answers that are not preferred, where there are no colours."""
+COLOURS = {"+": "green", "-": "red"}
+LEGENDS = {
+    "conversations": "trained on: {}",
+    "pairs": "the prompt, chosen {}, rejected {}",
+    "judged": "desirable {}, not desirable {}",
+}
+"""The words after a record's place, by the kind of records."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Look through a file of conversations before it is trained on: show three as the model reads them, what is trained
-    on in colour, how long they are, and every line that is broken. The flags of `cai train` (--model.name,
-    --data.chat_template ...) are understood, too."""
+    """Look through a file of conversations, or of preferences (pairs of answers, or judged ones), before it is trained
+    on: show three as the model reads them, what is trained on in colour, how long they are, and every line that is
+    broken. The flags of `cai train` (--model.name, --data.chat_template ...) are understood, too."""
 
     action: Annotated[Literal["check"], tyro.conf.Positional]
     """check: the one thing that there is to do."""
@@ -48,17 +55,17 @@ class Arguments:
     special_tokens: Literal["text", "parse"] = "text"
     """Control tokens that a message spells, such as </s>: 'text' like any other, or 'parse' them."""
     sequence_length: Annotated[int | None, COUNT] = None
-    """Tokens at which a conversation is cut; None: it is not."""
+    """Tokens at which a conversation is cut, and beyond which a pair or a judged answer is left out; None: none is."""
     json: bool = False
-    """Print one JSON object: "records", "lengths", "problems"; an error is one with "error"."""
+    """Print one JSON object: "kind", "records", "lengths", "problems"; an error is one with "error"."""
 
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, [_flag(argument) for argument in arguments], command="data")
-    from cai_apps.data.chat.check import check_source
+    from cai_apps.data.preference.check import check_any
 
     tokenizer, renderer = _renderer(options)
-    findings = check_source(options.source, renderer, options.sequence_length)
+    findings = check_any(options.source, renderer, options.sequence_length, options.trained)
     if options.json:
         print(json.dumps(_facts(findings)))
     else:
@@ -90,6 +97,7 @@ def _renderer(options: Arguments) -> tuple[PreTrainedTokenizerFast | None, Rende
 
 def _facts(findings: Findings) -> dict[str, object]:
     return {
+        "kind": findings.kind,
         "records": findings.count,
         "lengths": None if findings.lengths is None else findings.lengths.facts(),
         "problems": [str(error) for error in findings.problems],
@@ -98,10 +106,10 @@ def _facts(findings: Findings) -> dict[str, object]:
 
 def _show(findings: Findings, tokenizer: PreTrainedTokenizerFast | None) -> None:
     for sample in findings.samples:
-        _show_sample(sample)
+        _show_sample(sample, LEGENDS[findings.kind])
     if findings.lengths is None:
         print("only the form of records was looked at; --tokenizer MODEL shows them as the model reads them")
-    elif findings.lengths.count:
+    elif findings.ends:
         print("\n".join(findings.lengths.lines()))
         print(_ends(findings, tokenizer))
     for error in findings.problems:
@@ -127,21 +135,28 @@ def _ends(findings: Findings, tokenizer: PreTrainedTokenizerFast | None) -> str:
     )
 
 
-def _show_sample(sample: Sample) -> None:
-    """Print a conversation, trained text in colour, or between `MARKS` where there is none."""
+def _show_sample(sample: Sample, legend: str) -> None:
+    """Print a record, trained text in colour, or between `MARKS` where there is none.
+
+    Args:
+        sample: the record.
+        legend: the words after its place, with a gap for each mark.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(file=terminal(), highlight=False, soft_wrap=True, emoji=False)
     has_colours = console.color_system is not None and not console.no_color
-    how = "in green" if has_colours else f"between {MARKS[0]} and {MARKS[1]}"
-    text = Text(printable(f"{sample.place} (trained on: {how})\n"), style="bold" if has_colours else "")
-    for part, is_trained in sample.parts:
+    colours = [f"in {colour}" for colour in COLOURS.values()]
+    signs = [f"between {begin} and {end}" for begin, end in MARKS.values()]
+    title = f"{sample.place} ({legend.format(*(colours if has_colours else signs))})\n"
+    text = Text(printable(title), style="bold" if has_colours else "")
+    for part, mark in sample.parts:
         part = printable(_shortened(part))
         if has_colours:
-            text.append(part, style="not bold green" if is_trained else "not bold")
+            text.append(part, style=f"not bold {COLOURS.get(mark, '')}".rstrip())
         else:
-            text.append(part.join(MARKS) if is_trained else part)
+            text.append(part.join(MARKS[mark]) if mark else part)
     console.print(text, end="\n\n")
 
 
