@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cai_apps.compose.workload import Batch, Loss, Score, Workload
 from cai_pipeline import PipelineRunner
@@ -33,9 +33,21 @@ def scores(
         return torch.zeros(())
 
     runner.model.eval()
+    _let_logits_wait(runner.model)
     with torch.no_grad():
         ready = [workload.ready(batch) for batch in batches]
     inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
     with workload.running():
         runner.evaluate(inputs, [workload.target(batch) for batch in ready], loss_fn=note)
     return values
+
+
+def _let_logits_wait(model: nn.Module) -> None:
+    """Let a model that is evaluated form its logits a chunk at a time, where kernels take its loss.
+
+    Its output layer returns logits that wait for what is asked of them only in training mode (`cai_kernels.swap`).
+    """
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if head is not None:
+        head.train()
