@@ -13,7 +13,13 @@ from cai_pipeline import PipelineRunner
 
 
 def scores(
-    runner: PipelineRunner, workload: Workload, loss: Loss, batches: Sequence[Batch], score: Score
+    runner: PipelineRunner,
+    workload: Workload,
+    loss: Loss,
+    batches: Sequence[Batch],
+    score: Score,
+    *,
+    logits_wait: bool,
 ) -> list[Tensor]:
     """Return what a function says of the output of a runner's model for each microbatch. Collective.
 
@@ -23,6 +29,8 @@ def scores(
         loss: the loss, which knows how outputs are cut over ranks.
         batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
         score: a function of the loss, the model's output and the target.
+        logits_wait: whether kernels may form logits after the forward, a chunk at a time: the weights of the output
+            layer are still there then, which those of stage 3 are not.
 
     Returns nothing on ranks without the last stage.
     """
@@ -33,7 +41,8 @@ def scores(
         return torch.zeros(())
 
     runner.model.eval()
-    _let_logits_wait(runner.model)
+    if logits_wait:
+        _let_logits_wait(runner.model)
     with torch.no_grad():
         ready = [workload.ready(batch) for batch in batches]
     inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
