@@ -188,8 +188,9 @@ def _completed(
         return work
     validation = work.validation
     rows = [training, *([validation] if isinstance(validation, PreferenceRows) else [])]
-    key = key_of("reference", model, job.prepared.text, job.prepared.vocabulary, config.data.sequence_length)
-    array = log_probs(config, reference, rows, job.prepared.documents.count, key, device)
+    score, prepared = ALGORITHMS[config.alignment.algorithm].score, job.prepared
+    key = key_of("reference", score, model, prepared.text, prepared.vocabulary, config.data.sequence_length)
+    array = log_probs(config, reference, rows, prepared.documents.count, key, device)
     return replace(
         work,
         training=_noisy(replace(training, reference=array), config),
