@@ -22,8 +22,8 @@ from cai_apps.data.batches import Batches
 from cai_apps.run.task import Job
 
 CPU = torch.device("cpu")
-END, PADDING = "<|im_end|>", "<|padding|>"
-TOKENS = ("<|im_start|>", END, PADDING)
+START, END, PADDING = "<|im_start|>", "<|im_end|>", "<|padding|>"
+TOKENS = (START, END, PADDING)
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -42,9 +42,17 @@ PAIRS = [
 ]
 """Prompts, and their better and worse answers, of different lengths."""
 MARGINS = [0.5, 0.0, 1.25, -0.25, 2.0]
-SHAPE = {
+LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 128, "initializer_range": 0.1,
+    "num_key_value_heads": 2, "vocab_size": 640, "max_position_embeddings": 128,
+}  # fmt: skip
+SHAPES = {
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "gpt2": {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 640, "n_positions": 128, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
 }  # fmt: skip
 
 
@@ -66,25 +74,36 @@ def judged(desirable: list[bool]) -> list[dict[str, Any]]:
     ]
 
 
-def tokenizer(template: str = TURNS, padding: bool = True):
+def tokenizer(template: str = TURNS, padding: str | None = PADDING, bos: str | None = None):
     """A tokenizer with a chat template, and a token that fills texts up."""
-    made = tokenizer_of("bytes", TOKENS, eos=END, template=template)
-    made.pad_token = PADDING if padding else None
+    made = tokenizer_of("bytes", TOKENS, eos=END, bos=bos, template=template)
+    made.pad_token = padding
     return made
 
 
 def write_model(
-    directory: Path, seed: int, *, template: str = TURNS, head: bool = False, padding: bool = True
+    directory: Path,
+    seed: int,
+    *,
+    template: str = TURNS,
+    labels: int = 0,
+    padding: str | None = PADDING,
+    bos: str | None = None,
+    kind: str = "llama",
 ) -> Path:
-    """Write a random llama, with a value head or with logits, as transformers does."""
-    made, head_options = tokenizer(template, padding), {"num_labels": 1} if head else {}
+    """Write a random model as transformers does, with its tokenizer.
+
+    Args:
+        labels: outputs of a value head in place of logits; 0: none.
+    """
+    made, head = tokenizer(template, padding, bos), {"num_labels": labels} if labels else {}
     config = AutoConfig.for_model(
-        "llama", **SHAPE, **head_options, bos_token_id=None, eos_token_id=made.eos_token_id,
-        pad_token_id=made.pad_token_id,
+        kind, **SHAPES[kind], **head, bos_token_id=made.bos_token_id, eos_token_id=made.eos_token_id,
+        pad_token_id=made.pad_token_id, initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(seed)
-    kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
-    kind.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    auto = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    auto.from_config(config, dtype=torch.float32).save_pretrained(directory)
     made.save_pretrained(directory)
     return directory
 

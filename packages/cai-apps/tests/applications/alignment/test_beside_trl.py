@@ -76,7 +76,7 @@ class Case:
     records: str = "pairs"
     trl: str | None = None
     template: str = TURNS
-    padding: bool = True
+    padding: str | None = PADDING
 
 
 REWARD, DPO, KTO = (RewardTrainer, RewardConfig), (DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig)
@@ -123,7 +123,7 @@ OTHER = {
         DPO,
         {"loss_type": "sigmoid", "label_smoothing": SMOOTHING},
     ),
-    "reward without padding": Case(Alignment("reward"), REWARD, {}, padding=False),
+    "reward without padding": Case(Alignment("reward"), REWARD, {}, padding=None),
     "kto in order": Case(KTO_OURS, KTO, KTO_THEIRS, "judged"),
     "orpo of pairs": Case(Alignment("orpo", beta=0.4), ORPO, {"beta": 0.4}),
     "simpo of lines": Case(
@@ -152,7 +152,7 @@ class Places:
         number = [TURNS, LINES, BARE].index(case.template)
         directory = self.home / f"model-{number}-{seed}-{head}-{case.padding}"
         if not directory.exists():
-            write_model(directory, seed, template=case.template, head=head, padding=case.padding)
+            write_model(directory, seed, template=case.template, labels=int(head), padding=case.padding)
         return directory
 
     def ours(self, case: Case) -> Ours:
@@ -181,7 +181,7 @@ def places(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(places) -> Callable[[str], Result]:
-    """What ours says of every case, by one rank. They share a cache, in which each finds what its own reference says."""
+    """What ours says of every case, by one rank. They share a cache: each finds there what its own reference says."""
     jobs = {
         name: places.ours(case).job(places.home / f"run-{number}")
         for number, (name, case) in enumerate(CASES.items())

@@ -39,7 +39,7 @@ from cai_apps.compose.models import (
     model_config_for,
     pretrained_directory,
 )
-from cai_apps.compose.value_head import check_reward_model
+from cai_apps.compose.value_head import check_reward_model, has_stored_head
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
 from cai_apps.data.batches import Samples
@@ -89,6 +89,8 @@ class AlignmentTask(LanguageTask):
             need_peft()
         if has_value_head(config):
             check_reward_model(model)
+            if weights is not None:
+                has_stored_head(weights)  # refuses one of several numbers
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
         if config.lora.adapter is not None:
             check_adapter_of(config, built)
@@ -155,7 +157,11 @@ class AlignmentTask(LanguageTask):
             super().finish(job)
             return
         show_outcome(job.run, job.config)
-        print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
+        if job.config.lora.rank:
+            print(f"adapter        {job.run.export}, for AutoPeftModelForSequenceClassification with num_labels=1")
+            print("               cai export RUN DIR --merge writes the whole model")
+        else:
+            print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
 
     def write_model(self, session: Session, directory: Path, tokenizer: Path) -> None:
         write = export_reward_model if has_value_head(session.config) else export_hf
