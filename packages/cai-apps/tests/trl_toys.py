@@ -49,6 +49,7 @@ LLAMA = {
 SHAPES = {
     "llama": LLAMA,
     "qwen2": LLAMA,
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 640},
     "gpt2": {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 640, "n_positions": 128, "resid_pdrop": 0.0,
         "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -90,15 +91,17 @@ def write_model(
     padding: str | None = PADDING,
     bos: str | None = None,
     kind: str = "llama",
+    **more: Any,
 ) -> Path:
     """Write a random model as transformers does, with its tokenizer.
 
     Args:
         labels: outputs of a value head in place of logits; 0: none.
+        more: values of its config.
     """
     made, head = tokenizer(template, padding, bos), {"num_labels": labels} if labels else {}
     config = AutoConfig.for_model(
-        kind, **SHAPES[kind], **head, bos_token_id=made.bos_token_id, eos_token_id=made.eos_token_id,
+        kind, **SHAPES[kind] | more, **head, bos_token_id=made.bos_token_id, eos_token_id=made.eos_token_id,
         pad_token_id=made.pad_token_id, initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(seed)

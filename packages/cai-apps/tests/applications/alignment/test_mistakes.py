@@ -147,6 +147,20 @@ def test_a_reference_with_another_template_has_the_same_tokenizer(refused, home)
     assert "memory is taken" in refused("dpo-tiny", code=1, reference__model=other)
 
 
+def test_a_reference_that_cannot_read_what_the_model_reads(refused, home):
+    other = write_model(home / "mixing", 2, kind="mamba")
+    error = refused("dpo-tiny", reference__model=other)
+    assert_said(error, what=f"nothing shows that {other} keeps apart", fix="take another model")
+    other = write_model(home / "smaller", 2, padding=None, vocab_size=368)
+    error = refused("dpo-tiny", reference__model=other)
+    assert_said(
+        error,
+        what="the reference model has no embedding of a token",
+        expected="ids below its vocab_size = 368",
+        fix="take a reference with as many embeddings",
+    )
+
+
 def test_a_kind_that_has_no_reward_model(refused, tmp_path, base):
     directory = tmp_path / "granite"
     AutoConfig.for_model(

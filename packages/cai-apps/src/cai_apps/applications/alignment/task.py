@@ -95,12 +95,15 @@ class AlignmentTask(LanguageTask):
         if config.lora.adapter is not None:
             check_adapter_of(config, built)
         check_keeps_documents_apart(meta_model(model), config.model.name)
+        if (reference := config.reference.model) is not None:
+            check_made(reference)
+            check_keeps_documents_apart(meta_model(load_model_config(reference)), reference)
         tokenizer = weights if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
         units = ALGORITHMS[config.alignment.algorithm].units
         prepared = prepare_preferences(config.data, units, model.vocab_size, tokenizer)
-        check_same_tokenizer(config, prepared)
+        check_same_ids(config, prepared)
         if config.log.prompts:
             ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
@@ -158,7 +161,9 @@ class AlignmentTask(LanguageTask):
             return
         show_outcome(job.run, job.config)
         if job.config.lora.rank:
-            print(f"adapter        {job.run.export}, for AutoPeftModelForSequenceClassification with num_labels=1")
+            print(
+                f"adapter        {job.run.export}, for AutoPeftModelForSequenceClassification with num_labels=1"
+            )
             print("               cai export RUN DIR --merge writes the whole model")
         else:
             print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
@@ -225,8 +230,8 @@ def reference_workload(config: Config, job: Job) -> tuple[Workload, dict[str, An
     return workload(config, shape), facts
 
 
-def check_same_tokenizer(config: Config, prepared: Preferences) -> None:
-    """Raise ConfigError where the reference model reads other ids than the one that learns."""
+def check_same_ids(config: Config, prepared: Preferences) -> None:
+    """Raise ConfigError where the reference model reads other ids than the one that learns, or lacks some of them."""
     name = config.reference.model
     if name is None:
         return
@@ -237,6 +242,17 @@ def check_same_tokenizer(config: Config, prepared: Preferences) -> None:
             got=f"reference.model = {name!r}, model.name = {config.model.name!r}",
             cause="the same ids would be other texts to it, and its log-probabilities mean nothing",
             fix="take a reference with the same tokenizer, or leave reference.model out",
+        )
+    rows = load_model_config(name).vocab_size
+    if rows >= load_model_config(config.model.name).vocab_size:  # whose embedding has every id
+        return
+    largest = int(prepared.documents.stream().max())
+    if largest >= rows:
+        raise ConfigError(
+            "the reference model has no embedding of a token of the answers or prompts",
+            got=f"id {largest}",
+            expected=f"ids below its vocab_size = {rows}",
+            fix="take a reference with as many embeddings, or leave reference.model out",
         )
 
 
