@@ -34,6 +34,11 @@ def logs(*shape, seed=0, scale=2.0, dtype=torch.float64):
     return (-scale * torch.rand(shape, generator=random, dtype=torch.float64) - 0.01).to(DEVICE, dtype)
 
 
+def assert_exact(got, want):
+    """Compare float64 with a formula, to 1e-10."""
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 def sigmoid(v):
     return 1 / (1 + math.exp(-v))
 
@@ -101,13 +106,13 @@ def test_pairs_are_as_the_paper_says(loss, count, options, by_hand, pairs):
     )
     for reduction, expected in (("none", want), ("sum", want.sum()), ("mean", want.mean())):
         got, metrics = loss(*given, reduction=reduction, **options)
-        torch.testing.assert_close(got, expected)
+        assert_exact(got, expected)
     scale = options.get("beta", options.get("weight"))
     refs = given[2:] or [torch.zeros_like(given[0])] * 2
     for rewards, policy, ref in zip(
         (metrics.chosen_rewards, metrics.rejected_rewards), given, refs, strict=False
     ):
-        torch.testing.assert_close(rewards, scale * (policy - ref))
+        assert_exact(rewards, scale * (policy - ref))
     assert torch.equal(metrics.accuracies, (metrics.chosen_rewards > metrics.rejected_rewards).double())
     leaves = [g.clone().requires_grad_() for g in given]
     assert torch.autograd.gradcheck(lambda *a: loss(*a, *given[2:], **options)[0], leaves[:2])
@@ -146,13 +151,13 @@ def test_rewards_are_as_the_papers_say():
     plain = [math.log(1 + math.exp(r - c)) for c, r, _ in rows]
     wide = [math.log(1 + math.exp(r - c + m)) + 0.3 * (c + r) ** 2 for c, r, m in rows]
     leaves = [v.clone().requires_grad_() for v in (chosen, rejected, margin)]
-    torch.testing.assert_close(reward_loss(chosen, rejected, reduction="none")[0].tolist(), plain)
+    assert_exact(reward_loss(chosen, rejected, reduction="none")[0].tolist(), plain)
     loss, metrics = reward_loss(*leaves, center=0.3, reduction="none")
-    torch.testing.assert_close(loss.tolist(), wide)
+    assert_exact(loss.tolist(), wide)
     assert torch.autograd.gradcheck(lambda c, r: reward_loss(c, r, margin, center=0.3)[0], leaves[:2])
     loss.sum().backward()
     assert leaves[2].grad is None
-    torch.testing.assert_close(metrics.margins, chosen - rejected)
+    assert_exact(metrics.margins, chosen - rejected)
     far = torch.tensor([-3e4, 3e4], device=DEVICE, requires_grad=True)
     out = reward_loss(far, -far, reduction="none")[0]  # log(1 + exp(6e4)) is 6e4, though exp overflows
     assert out.tolist() == [6e4, 0.0]
@@ -174,11 +179,11 @@ def test_kto_is_as_the_paper_says(kl):
     options = {"beta": beta, "desirable_weight": good, "undesirable_weight": bad}
     for reduction, expected in (("none", want), ("sum", want.sum()), ("mean", want.mean())):
         got, metrics = kto_loss(policy, ref, desirable, kl, reduction=reduction, **options)
-        torch.testing.assert_close(got, expected)
+        assert_exact(got, expected)
     rewards = beta * (policy - ref)
-    torch.testing.assert_close(metrics.rewards, rewards)
-    torch.testing.assert_close(metrics.desirable_reward, rewards[desirable].mean())
-    torch.testing.assert_close(metrics.undesirable_reward, rewards[~desirable].mean())
+    assert_exact(metrics.rewards, rewards)
+    assert_exact(metrics.desirable_reward, rewards[desirable].mean())
+    assert_exact(metrics.undesirable_reward, rewards[~desirable].mean())
     assert metrics.kl.item() == max(kl, 0.0)
     leaves = [t.clone().requires_grad_() for t in (policy, ref)]
     point = torch.tensor(kl, dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -188,7 +193,7 @@ def test_kto_is_as_the_paper_says(kl):
     kto_loss(*leaves, desirable, point, **options)[0].backward()
     assert leaves[1].grad is None and point.grad is None
     one = kto_loss(policy[:1], ref[:1], desirable[:1], kl, **options)
-    torch.testing.assert_close(one[0], want[0])
+    assert_exact(one[0], want[0])
     assert one[1].undesirable_reward == 0
     assert kto_loss(policy[:0], ref[:0], desirable[:0], kl)[0] == 0
 

@@ -49,7 +49,7 @@ def check_keeps_documents_apart(model: PreTrainedModel, name: str) -> None:
     """
     kind, otherwise = (
         f"a small {type(model).__name__}",
-        'set data.boundaries = "ignore", or take another model',
+        'take another model; of texts, data.boundaries = "ignore" lets them be mixed',
     )
     try:
         moved = _moved(model)

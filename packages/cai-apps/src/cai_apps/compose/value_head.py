@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from cai_mesh.errors import ConfigError
+from cai_mesh.files import check_header, weight_files
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEAD = "score"
@@ -60,23 +63,38 @@ class _ValueHead:
 
 @functools.cache
 def _class_of(config_class: type) -> type:
-    """Return the class of reward models of a kind: it has the abilities of the kind's own classes."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedModel
+    """Return the class of reward models of a kind: it has the abilities of the kind's own classes.
+
+    Its name is that of transformers' own, by which an export's config says what opens it.
+    """
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_MAPPING,
+        PreTrainedModel,
+    )
 
     causal, layers = MODEL_FOR_CAUSAL_LM_MAPPING[config_class], MODEL_MAPPING[config_class]
+    published = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
     base = next(kind for kind in layers.__mro__[1:] if issubclass(kind, PreTrainedModel))
     attributes = {"base_model_prefix": causal.base_model_prefix, "__module__": __name__}
-    return type(f"{causal.__name__.removesuffix('ForCausalLM')}RewardModel", (_ValueHead, base), attributes)
+    return type(published.__name__, (_ValueHead, base), attributes)
 
 
 def reward_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return the reward model of a causal language model's config, on the device of the context.
 
     Raises:
-        ConfigError: transformers has no layers of this kind apart from their head.
+        ConfigError: transformers has no layers of this kind apart from their head, or no sequence classification.
     """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
     from cai_apps.compose.models import without_values
 
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise _no_reward_model(
+            config, "transformers has no ...ForSequenceClassification that could be exported"
+        )
     try:
         kind = _class_of(type(config))
     except (KeyError, StopIteration):
@@ -91,23 +109,16 @@ def published_config(config: PretrainedConfig, padding: int | None) -> Pretraine
         config: the config of the causal model.
         padding: the id that fills texts up; None: there is none, and the model takes one text at a time.
     """
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     published = copy.deepcopy(config)
     published.num_labels, published.pad_token_id = 1, padding
-    published.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
     return published
 
 
 def check_reward_model(config: PretrainedConfig) -> None:
     """Raise ConfigError unless transformers has the same model as a sequence classification, by names and shapes."""
     import torch
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise _no_reward_model(
-            config, "transformers has no ...ForSequenceClassification that could be exported"
-        )
     with torch.device("meta"):
         model = reward_model(config)
         published = AutoModelForSequenceClassification.from_config(published_config(config, None))
@@ -117,6 +128,28 @@ def check_reward_model(config: PretrainedConfig) -> None:
     if ours != theirs:
         name, shape = next(iter(sorted(set(ours.items()) ^ set(theirs.items()))))
         raise _no_reward_model(config, f"transformers' own has other parameters, such as {name} {shape}")
+
+
+def has_stored_head(directory: Path) -> bool:
+    """Return whether the weights of a directory have a value head.
+
+    Raises:
+        ConfigError: they have one that says several numbers.
+        CheckpointError: the files are not sound.
+    """
+    name = f"{HEAD}.weight"
+    file = weight_files(directory, error=ConfigError).tensors.get(name)
+    if file is None:
+        return False
+    shape = check_header(directory / file)[name]["shape"]
+    if shape[0] != 1:
+        raise ConfigError(
+            f"the weights at {directory} classify into {shape[0]} labels",
+            got=f"{name} {tuple(shape)}",
+            expected="one number for each text, which is its reward",
+            fix="take a model that was saved with num_labels = 1, or one without a head, to which a new one is given",
+        )
+    return True
 
 
 def _no_reward_model(config: PretrainedConfig, cause: str) -> ConfigError:

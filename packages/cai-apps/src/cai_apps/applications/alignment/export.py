@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 def export_reward_model(session: Session, directory: Path, tokenizer: Path) -> None:
     """Write the reward model of a session as `AutoModelForSequenceClassification` opens it. Collective.
 
+    The tokenizer beside it fills texts up with the token that the model takes for no part of them.
+
     Args:
         session: the session.
         directory: the directory to write.
         tokenizer: the directory of the run's tokenizer.
     """
-    padding = padding_of(load_tokenizer(tokenizer))
+    beside = load_tokenizer(tokenizer)
+    padding = padding_of(beside)
     if padding is None and dist.get_rank() == 0:
         print(
             "the tokenizer has no token that could fill texts up: the exported model takes one text at a time"
@@ -37,6 +40,10 @@ def export_reward_model(session: Session, directory: Path, tokenizer: Path) -> N
         export_hf(session, directory, tokenizer)
     finally:
         model.config = config
+    if padding is not None and dist.get_rank() == 0:
+        beside.pad_token = beside.convert_ids_to_tokens(padding)
+        beside.save_pretrained(directory)
+    dist.barrier()
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> int | None:

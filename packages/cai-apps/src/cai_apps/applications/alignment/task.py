@@ -39,7 +39,7 @@ from cai_apps.compose.models import (
     model_config_for,
     pretrained_directory,
 )
-from cai_apps.compose.value_head import check_reward_model
+from cai_apps.compose.value_head import check_reward_model, has_stored_head
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
 from cai_apps.data.batches import Samples
@@ -93,16 +93,21 @@ class AlignmentTask(LanguageTask):
             need_peft()
         if has_value_head(config):
             check_reward_model(model)
+            if weights is not None:
+                has_stored_head(weights)  # refuses one of several numbers
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
         if config.lora.adapter is not None:
             check_adapter_of(config, built)
         check_keeps_documents_apart(meta_model(model), config.model.name)
+        if (reference := config.reference.model) is not None:
+            check_made(reference)
+            check_keeps_documents_apart(meta_model(load_model_config(reference)), reference)
         tokenizer = weights if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
         units = ALGORITHMS[config.alignment.algorithm].units
         prepared = prepare_preferences(config.data, units, model.vocab_size, tokenizer)
-        check_same_tokenizer(config, prepared)
+        check_same_ids(config, prepared)
         if config.log.prompts:
             ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
@@ -159,7 +164,13 @@ class AlignmentTask(LanguageTask):
             super().finish(job)
             return
         show_outcome(job.run, job.config)
-        print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
+        if job.config.lora.rank:
+            print(
+                f"adapter        {job.run.export}, for AutoPeftModelForSequenceClassification with num_labels=1"
+            )
+            print("               cai export RUN DIR --merge writes the whole model")
+        else:
+            print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
 
     def write_model(self, session: Session, directory: Path, tokenizer: Path) -> None:
         write = export_reward_model if has_value_head(session.config) else export_hf
@@ -192,8 +203,9 @@ def _completed(
         return work
     validation = work.validation
     rows = [training, *([validation] if isinstance(validation, PreferenceRows) else [])]
-    key = key_of("reference", model, job.prepared.text, job.prepared.vocabulary, config.data.sequence_length)
-    array = log_probs(config, reference, rows, job.prepared.documents.count, key, device)
+    score, prepared = ALGORITHMS[config.alignment.algorithm].score, job.prepared
+    key = key_of("reference", score, model, prepared.text, prepared.vocabulary, config.data.sequence_length)
+    array = log_probs(config, reference, rows, prepared.documents.count, key, device)
     return replace(
         work,
         training=_noisy(replace(training, reference=array), config),
@@ -222,8 +234,8 @@ def reference_workload(config: Config, job: Job) -> tuple[Workload, dict[str, An
     return workload(config, shape), facts
 
 
-def check_same_tokenizer(config: Config, prepared: Preferences) -> None:
-    """Raise ConfigError where the reference model reads other ids than the one that learns."""
+def check_same_ids(config: Config, prepared: Preferences) -> None:
+    """Raise ConfigError where the reference model reads other ids than the one that learns, or lacks some of them."""
     name = config.reference.model
     if name is None:
         return
@@ -234,6 +246,17 @@ def check_same_tokenizer(config: Config, prepared: Preferences) -> None:
             got=f"reference.model = {name!r}, model.name = {config.model.name!r}",
             cause="the same ids would be other texts to it, and its log-probabilities mean nothing",
             fix="take a reference with the same tokenizer, or leave reference.model out",
+        )
+    rows = load_model_config(name).vocab_size
+    if rows >= load_model_config(config.model.name).vocab_size:  # whose embedding has every id
+        return
+    largest = int(prepared.documents.stream().max())
+    if largest >= rows:
+        raise ConfigError(
+            "the reference model has no embedding of a token of the answers or prompts",
+            got=f"id {largest}",
+            expected=f"ids below its vocab_size = {rows}",
+            fix="take a reference with as many embeddings, or leave reference.model out",
         )
 
 

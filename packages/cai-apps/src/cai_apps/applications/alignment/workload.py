@@ -21,11 +21,9 @@ from cai_apps.compose.lora import plain_name
 from cai_apps.compose.models import causal_model, load_model_config, meta_model
 from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.published_names import present_tensors
-from cai_apps.compose.value_head import HEAD, reward_model
+from cai_apps.compose.value_head import HEAD, has_stored_head, reward_model
 from cai_apps.compose.workload import Batch, Workload
 from cai_mesh.checkpoint import load_hf
-from cai_mesh.errors import ConfigError
-from cai_mesh.files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,7 +80,7 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
 
     def load(model: nn.Module) -> None:
         directory = weights_directory(config)
-        stored = f"{HEAD}.weight" in weight_files(directory, error=ConfigError).tensors
+        stored = has_stored_head(directory)
 
         def names(name: str) -> str | None:
             return None if name == f"{HEAD}.weight" and not stored else plain_name(name)

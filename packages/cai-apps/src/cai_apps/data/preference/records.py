@@ -30,6 +30,7 @@ from cai_apps.data.chat.messages import (
     read_messages,
     with_system,
 )
+from cai_apps.data.chat.prepare import placed
 from cai_apps.data.chat.tools import Tool, read_tools
 from cai_apps.data.chat.values import LETTERS, keys_shown, shown
 from cai_apps.data.preference.dialogue import is_dialogue, parse_dialogue
@@ -146,7 +147,8 @@ def _answer(record: Mapping[str, Any], key: str) -> Messages:
     if isinstance(value, str):
         return (read_message({"role": ASSISTANT, "content": value}, f'"{key}"')[0],)
     entries = {key: [value]} if isinstance(value, Mapping) else record
-    return tuple(read_messages(entries, key))
+    with placed(f'"{key}"'):
+        return tuple(read_messages(entries, key))
 
 
 def _question(record: Mapping[str, Any], key: str) -> list[Message]:
