@@ -25,7 +25,7 @@ def scores(
 
     Args:
         runner: the runner, whose model is in evaluation mode from then on.
-        workload: what a batch means to the model.
+        workload: the model's workload.
         loss: the loss, which knows how outputs are cut over ranks.
         batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
         score: a function of the loss, the model's output and the target.

@@ -131,8 +131,8 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     block_names = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
     state = model_state(config, trained, moment_bytes(config, model), frozen=frozen)
-    if workload.beside:
-        share = workload.beside * (trained + frozen) // sum(elements(on_meta(workload)))
+    if workload.frozen_elements:
+        share = workload.frozen_elements * (trained + frozen) // sum(elements(on_meta(workload)))
         state = replace(state, parameters=state.parameters + beside_bytes(config, share))
     placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
     order = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)[rank]

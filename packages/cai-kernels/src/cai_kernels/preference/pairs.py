@@ -88,17 +88,21 @@ def dpo_loss(
     return reduced(losses, reduction), PreferenceMetrics(beta * better.detach(), beta * worse.detach())
 
 
-def _of_difference(h: torch.Tensor, beta: float, form: str, e: float) -> torch.Tensor:
+def _of_difference(difference: torch.Tensor, beta: float, form: str, smoothing: float) -> torch.Tensor:
     """Return the losses [N] of differences [N] of log-ratios."""
     if form == "ipo":
-        return (h - 1 / (2 * beta)).square()
+        return (difference - 1 / (2 * beta)).square()
     if form == "hinge":
-        return (1 - beta * h).relu()
-    loss = -logsigmoid(beta * h)
-    if not e:
+        return (1 - beta * difference).relu()
+    loss = -logsigmoid(beta * difference)
+    if not smoothing:
         return loss
-    # of the pair turned round, the loss is loss + beta h
-    return loss + e * beta * h if form == "sigmoid" else loss - e / (1 - 2 * e) * beta * h
+    # of the pair turned round, the loss is loss + beta * difference
+    return (
+        loss + smoothing * beta * difference
+        if form == "sigmoid"
+        else loss - smoothing / (1 - 2 * smoothing) * beta * difference
+    )
 
 
 def orpo_loss(

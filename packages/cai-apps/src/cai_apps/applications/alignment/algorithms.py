@@ -11,9 +11,9 @@ class Algorithm:
     """One way to learn from preferences.
 
     Args:
-        units: what a unit of data is: a pair of answers, or one answer that is judged good or bad.
-        score: what a model says of an answer: the sum of its tokens' log-probabilities, their mean, or the number of a
-            value head.
+        units: the kind of a unit of data: a pair of answers, or one answer that is judged good or bad.
+        score: the number that a model gives to an answer: the sum of its tokens' log-probabilities, their mean, or that
+            of a value head.
         reference: whether scores are compared with those of a reference model.
         beta: the value of `alignment.beta` where it is left out; None: the algorithm has none.
         options: the other options of `alignment` that it reads.

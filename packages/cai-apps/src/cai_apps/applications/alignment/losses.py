@@ -21,7 +21,7 @@ class Pairs:
         rejected: scores of the others, [N].
         ref_chosen: the same of the reference model, [N]; None without one.
         ref_rejected: likewise.
-        margin: how much better the chosen answers are said to be, [N]; 0 where nothing is said.
+        margin: margins by which the chosen answers are said to be better, [N]; 0 where nothing is said.
     """
 
     chosen: Tensor
@@ -50,9 +50,9 @@ class Judged:
 
 def beta_of(options: Alignment) -> float:
     """Return the weight that an algorithm's loss has."""
-    own = ALGORITHMS[options.algorithm].beta
-    assert own is not None
-    return own if options.beta is None else options.beta
+    usual = ALGORITHMS[options.algorithm].beta
+    assert usual is not None
+    return usual if options.beta is None else options.beta
 
 
 PairLoss = Callable[[Pairs, Alignment], tuple[Tensor, Tensor, Tensor]]

@@ -52,7 +52,7 @@ class Objective:
 
     Args:
         options: the algorithm and its options.
-        scorer: what the model says of an answer.
+        scorer: the scores of the model.
     """
 
     options: Alignment
@@ -75,12 +75,12 @@ class Objective:
             rows: the target of a microbatch: "labels", "cu_seqlens", "present", and what the algorithm reads besides
                 ("reference", "margin", "desirable", "kl"), of all samples.
         """
-        own = self.scorer.own(rows)
-        scores = self.scorer(output, own)
+        local_rows = self.scorer.own(rows)
+        scores = self.scorer(output, local_rows)
         is_judged = ALGORITHMS[self.options.algorithm].units == "judged"
-        losses, ratios = (self._judged if is_judged else self._paired)(scores, own)
+        losses, ratios = (self._judged if is_judged else self._paired)(scores, local_rows)
         sums = torch.stack([torch.stack(pair) for pair in ratios], dim=1)
-        return self._summed(losses, own["present"]), self.scorer.tokens.form.summed(sums)
+        return self._summed(losses, local_rows["present"]), self.scorer.tokens.form.summed(sums)
 
     def _summed(self, losses: Tensor, present: Tensor) -> Tensor:
         return self.scorer.tokens.form.summed(torch.where(present, losses, 0.0).sum())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cai_apps.report.page import Page
 from cai_apps.report.plots import Curve
 from cai_apps.report.training import training_page
-from cai_apps.run.loop.metrics import VALIDATION
+from cai_apps.run.files.position import VALIDATION
 
 CURVES = (
     ("rewards", ("rewards/chosen", "rewards/rejected")),
@@ -36,7 +36,7 @@ def alignment_page() -> Page:
         rows = page.summary(records)
         for beginning, where in (("", "training"), (VALIDATION, "validation")):
             for key, name, form in SUMMARY:
-                last = next((r for r in reversed(records) if beginning + key in r), None)
+                last = next((record for record in reversed(records) if beginning + key in record), None)
                 if last is not None:
                     rows.append(
                         (f"{name}, {where}, step {last['step']:,}", f"{last[beginning + key]:{form}}")

@@ -72,12 +72,12 @@ class Comparison:
 
     def _compared(self, forwards: Forwards, microbatches: Sequence[Batch], prefix: str) -> list[Batch]:
         """Return microbatches with scores of the reference, zeros where there is no last stage."""
-        asked = [mismatched(batch) for batch in microbatches] if prefix else microbatches
+        questions = [mismatched(batch) for batch in microbatches] if prefix else microbatches
         model = forwards if self.model is None else self.model
         with without_adapters(forwards.model) if self.model is None else nullcontext():
-            scores = model.scores(asked, answer_scores)
-        starts = [batch["cu_seqlens"] for batch in asked]
-        scores = scores or [torch.zeros(s.shape[0], s.shape[1] - 1, device=s.device) for s in starts]
+            scores = model.scores(questions, answer_scores)
+        documents = [batch["cu_seqlens"][:, 1:] for batch in questions]
+        scores = scores or [torch.zeros_like(ends, dtype=torch.float64) for ends in documents]
         return [
             batch | {f"{prefix}reference": score} for batch, score in zip(microbatches, scores, strict=True)
         ]
@@ -166,7 +166,9 @@ def _score(model: FrozenModel, rows: PreferenceRows, values: Tensor, config: Con
             _put(values, batch, model.scores(batch, answer_scores), (0, 1))
             continue
         _put(values, batch, model.scores(batch, answer_scores), (0,))
-        _put(values, batch, model.scores([mismatched(m) for m in batch], answer_scores), (1,))
+        _put(
+            values, batch, model.scores([mismatched(microbatch) for microbatch in batch], answer_scores), (1,)
+        )
 
 
 def _put(values: Tensor, batch: Sequence[Batch], scores: Sequence[Tensor], sides: tuple[int, ...]) -> None:
@@ -176,7 +178,7 @@ def _put(values: Tensor, batch: Sequence[Batch], scores: Sequence[Tensor], sides
         values: those of all documents; of unit n there are documents 2 n and 2 n + 1.
         batch: microbatches.
         scores: the scores of each; none without a last stage.
-        sides: which documents of a unit lie in the rows, in their order.
+        sides: the documents of a unit that lie in the rows, 0 or 1, in their order.
     """
     for rows, score in zip(batch, scores, strict=False):
         first = 2 * rows["number"]

@@ -18,7 +18,7 @@ def document_sums(values: Tensor, places: Tensor, starts: Tensor) -> Tensor:
 
     Args:
         values: [b, K].
-        places: where in its row each value stands, int64 [b, K].
+        places: the place of each value in its row, int64 [b, K].
         starts: the first place of each document, and S for those that a row does not have, int [b, D + 1].
 
     Returns [b, D] in the dtype of the values, 0 for a document without any.

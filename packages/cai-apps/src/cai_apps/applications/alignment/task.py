@@ -83,7 +83,9 @@ class AlignmentTask(LanguageTask):
         if config.reference.form != "model":
             return plain
         reference = model if config.reference.model is None else load_model_config(config.reference.model)
-        return replace(plain, beside=sum(param.numel() for param in meta_model(reference).parameters()))
+        return replace(
+            plain, frozen_elements=sum(param.numel() for param in meta_model(reference).parameters())
+        )
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Preferences:
         check_made(config.model.name)

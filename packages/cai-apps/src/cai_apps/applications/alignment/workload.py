@@ -48,7 +48,7 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
     Args:
         config: the resolved config.
         model: the config of its model.
-        comparison: what a step needs to know before it is taken; None: as the config says, without a second model.
+        comparison: the forwards before a step; None: as the config says, without a second model.
     """
     return Workload(
         build=partial(build, config, model, maker_of(config)),
@@ -108,6 +108,6 @@ def example(config: Config, samples: int) -> Batch:
         batch["reference"] = torch.zeros(samples, len(places) - 1, dtype=torch.float64)
     if algorithm.units == "pairs":
         return batch | {"margin": unit}
-    others = {KL + name: batch[name] for name in ROWS}
+    mismatches = {KL + name: batch[name] for name in ROWS}
     zero = torch.zeros((), dtype=torch.float64)
-    return batch | others | {f"{KL}reference": unit.double(), "desirable": unit == 0, "kl": zero}
+    return batch | mismatches | {f"{KL}reference": unit.double(), "desirable": unit == 0, "kl": zero}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VALIDATION = "validation_"
+"""The beginning of the names of what a validation measures, in records."""
+
 
 @dataclass(frozen=True)
 class Position:

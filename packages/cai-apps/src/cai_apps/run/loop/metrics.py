@@ -83,8 +83,6 @@ class Metrics:
         return values | {name: value for name, value in later.items() if value is not None}
 
 
-VALIDATION = "validation_"
-"""The beginning of the names of what a validation measures."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 peak by a part of the device's name (vendor data sheets)."""
 

@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.step_loss import Evaluation
 from cai_apps.config.sections import RunConfig
 from cai_apps.data.batches import Batches, Microbatches, Prefetch
-from cai_apps.run.files.position import Position
+from cai_apps.run.files.position import VALIDATION, Position
 from cai_apps.run.loop.learning_rate import learning_rate
 from cai_apps.run.loop.maxima import greatest_of_ranks
-from cai_apps.run.loop.metrics import VALIDATION, Metrics, Speed, peak_flops, perplexity
+from cai_apps.run.loop.metrics import Metrics, Speed, peak_flops, perplexity
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, all_reduce, group
 from cai_mesh.errors import DataError
@@ -144,8 +144,8 @@ class Loop:
         read = reading([losses, norms, *agreed, *counts, *measures.flatten()], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, memory, stopped, due, targets, *others = read()
-        flops, ratios = others[: len(self.work.flops)], others[len(self.work.flops) :]
+        loss, norm, memory, stopped, due, targets, *numbers_read = read()
+        flops, ratios = numbers_read[: len(self.work.flops)], numbers_read[len(self.work.flops) :]
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self.stopped, self.due = int(stopped), bool(due)
         self._left_out = 0 if math.isfinite(norm) else self._left_out + 1

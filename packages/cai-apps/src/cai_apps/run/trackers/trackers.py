@@ -13,7 +13,7 @@ from typing import Any
 from cai_apps.config.sections import RunConfig, Tracker
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.git_state import git_state
-from cai_apps.run.loop.metrics import VALIDATION
+from cai_apps.run.files.position import VALIDATION
 from cai_apps.run.trackers.lane import Lane
 from cai_apps.run.trackers.table import ROWS
 from cai_apps.run.trackers.writer import Identity
