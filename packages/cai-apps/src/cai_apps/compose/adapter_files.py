@@ -129,7 +129,7 @@ def save_adapter(
         model: the whole model with its adapters, without memory.
         options: their options.
         digest: the digest of the base's weights.
-        task_type: what peft calls the kind of model.
+        task_type: peft's name of the kind of model.
     """
     from safetensors.torch import save_file
 

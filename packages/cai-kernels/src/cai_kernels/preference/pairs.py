@@ -97,12 +97,8 @@ def _of_difference(difference: torch.Tensor, beta: float, form: str, smoothing: 
     loss = -logsigmoid(beta * difference)
     if not smoothing:
         return loss
-    # of the pair turned round, the loss is loss + beta * difference
-    return (
-        loss + smoothing * beta * difference
-        if form == "sigmoid"
-        else loss - smoothing / (1 - 2 * smoothing) * beta * difference
-    )
+    weight = smoothing if form == "sigmoid" else -smoothing / (1 - 2 * smoothing)
+    return loss + weight * beta * difference  # of the pair turned round it is loss + beta * difference
 
 
 def orpo_loss(

@@ -39,7 +39,7 @@ def build(config: Config, model: PretrainedConfig, make: Maker = models.causal_m
     Args:
         config: the config of the run.
         model: the config of its model.
-        make: what makes the model, before anything is added.
+        make: a function that makes the model, before anything is added.
 
     Raises:
         ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there; or noise

@@ -360,8 +360,8 @@ def export_adapter(
         directory: the folder, which appears whole or not at all.
         tokenizer: the directory of the run's tokenizer, which is copied.
         digest: the digest of the base's weights.
-        make: what makes the model without adapters.
-        task_type: what peft calls the kind of model.
+        make: a function that makes the model without adapters.
+        task_type: peft's name of the kind of model.
 
     Raises:
         CheckpointError: the folder is not empty.
