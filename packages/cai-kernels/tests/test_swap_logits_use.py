@@ -304,7 +304,19 @@ def indexed(model):
             logits.view(torch.int32), logits.view(-1), logits[-1, 2], logits.to(torch.int64).float()]  # fmt: skip
 
 
+def selected(model):
+    rows = model(IDS).flatten(0, 1)
+    places = torch.tensor([0, 7, 7, 14])
+    loss = F.cross_entropy(rows.index_select(0, places), IDS.flatten()[places], reduction="none")
+    return [
+        *with_gradients(model, (loss * torch.arange(4)).sum()),
+        rows.index_select(1, places[:2]),
+        torch.index_select(rows, 0, places),
+    ]
+
+
 USES = [
+    selected,
     seen_by_a_hook, changed_by_a_hook, backward_hook, global_hook, hook_on_logits, retained_gradient,
     base_after_its_view, read_after_a_step, other_weights, assigned, retied, loaded, resized, parametrized,
     frozen, converted, copied, no_grad, inference, autocast, gradients_by_transform, a_sample_each, keyword,

@@ -206,6 +206,16 @@ def test_float32_chunks_of_bfloat16_transposed_weights():
     )
 
 
+def test_a_rank_without_rows_of_a_weight_has_no_gradient():
+    layer, empty = nn.Linear(4, 2, bias=False), nn.Linear(4, 0, bias=False)
+    both = nn.ModuleList([layer, empty])
+    buffer = buffered(both, torch.float32)
+    x = torch.randn(3, 4).requires_grad_()
+    (layer(x).sum() + empty(x).sum()).backward()
+    torch.testing.assert_close(taken(buffer)["0.weight"], x.detach().sum(0).expand(2, 4))
+    assert x.grad.equal(layer.weight.detach().sum(0).expand(3, 4))
+
+
 # -- products that are not torch's -------------------------------------------------------------------------------
 
 

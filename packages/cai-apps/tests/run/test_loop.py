@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,9 +48,11 @@ class OneWeight:
     steps: int = 0
     skips: bool = False
     broken: int | None = None
+    measures: torch.Tensor | None = None
 
     def step(self, microbatches, *, total):
         targets = torch.cat([self._targets(batch) for batch in microbatches])
+        self.measures = self._measured(targets)
         self.gradient = self.gradient + (2 * (self.weight - targets)).sum() / total
         return ((self.weight - targets) ** 2).sum() / total
 
@@ -69,7 +72,14 @@ class OneWeight:
 
     def evaluate(self, microbatches, *, total):
         targets = torch.cat([self._targets(batch) for batch in microbatches])
-        return Evaluation(((self.weight - targets) ** 2).sum() / total, (targets > 0.8).sum())
+        loss = ((self.weight - targets) ** 2).sum() / total
+        return Evaluation(loss, (targets > 0.8).sum(), self._measured(targets))
+
+    def _measured(self, targets):
+        """The mean of the targets, and one of nothing."""
+        return torch.stack(
+            [targets.sum(), torch.zeros(()), targets.new_tensor(len(targets)), torch.zeros(())]
+        ).view(2, 2)
 
     def find_broken(self, microbatches, *, total):
         assert (self.steps, self.updates) == (0, 0), "as before the step that was left out"
@@ -99,7 +109,8 @@ def train(directory, config=CONFIG, start=None, weight=1.0, validation_fraction=
     batches = Batches(training, *sizes, seed=config.train.seed)
     held_out = Batches(validation, *sizes, seed=None, blank=blank)
     flops = {"mfu": lambda batch: 80.0 * len(batch["labels"])}
-    work = Work(None, training, validation, count_targets, "target tokens", Unit("tokens", 8), flops)  # type: ignore[arg-type]
+    workload = SimpleNamespace(measures=("target", "nothing"))
+    work = Work(workload, training, validation, count_targets, "target tokens", Unit("tokens", 8), flops)  # type: ignore[arg-type]
     loop = Loop(session, work, batches, held_out, torch.device("cpu"), lambda *it: seen.append(it))
     loop.run(start or Position())
     return session.weight, seen

@@ -144,6 +144,10 @@ def test_numbers_have_the_names_of_the_trainer_of_transformers():
     assert rewrite_logs(theirs).items() <= found.items()
     assert found["eval/accuracy"], found["eval/perplexity"] == (0.5, 20.0)
     assert found["train/tokens_per_second"] == 4.0
+    measured = record(
+        1, 2.0, measures={"rewards/margins": 3.0}, validation_measures={"validation_rewards/margins": 4.0}
+    )
+    assert {"train/rewards/margins": 3.0, "eval/rewards/margins": 4.0}.items() <= scalars_of(measured).items()
     assert not {"train/tflops", "train/mfu", "train/step"} & found.keys()
     assert "train/grad_norm" not in scalars_of(record(1, 2.0) | {"grad_norm": float("inf")})
 
