@@ -80,22 +80,31 @@ class NextTokenLoss:
 
         Returns a scalar, float32 or wider.
         """
-        return self.form.summed(self._losses(output, self.form.own(labels), "sum"))
+        return self.form.summed(
+            self._losses(output.logits.flatten(0, 1), self.form.own(labels).flatten(), "sum")
+        )
 
-    def log_probs(self, output: Any, labels: Tensor) -> Tensor:
-        """Return the log-probability of each place's own label, 0 where it has none, of this rank's samples.
+    def log_probs(self, output: Any, labels: Tensor, places: Tensor) -> Tensor:
+        """Return the log-probability of the label at some places of this rank's samples, 0 where there is none.
+
+        Logits that are not formed yet are of these places alone; a chunk of them exists at a time.
 
         Args:
             output: its `logits` [b, S, V] are in that form.
             labels: int64 [b, S], those of this rank's samples (`form.own`); -100: no target.
+            places: int64 [b, K], from 0 to S - 1.
 
-        Returns [b, S], float32 or wider, used alike on the ranks that share the vocabulary.
+        Returns [b, K], float32 or wider, used alike on the ranks that share the vocabulary.
         """
-        return -self._losses(output, labels, "none").view(labels.shape)
+        logits = output.logits.flatten(0, 1)
+        if self.form.columns is not None:  # they are there: to choose among them would be a copy
+            return -self._losses(logits, labels.flatten(), "none").view(labels.shape).gather(1, places)
+        first = labels.shape[1] * torch.arange(len(labels), device=places.device)
+        chosen = logits.index_select(0, (first[:, None] + places).flatten())
+        return -self._losses(chosen, labels.gather(1, places).flatten(), "none").view(places.shape)
 
-    def _losses(self, output: Any, labels: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
-        """Return the cross-entropy of this rank's samples, a scalar or [b S]."""
-        logits, target = output.logits.flatten(0, 1), labels.flatten()
+    def _losses(self, logits: Tensor, target: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
+        """Return the cross-entropy of rows of logits, a scalar or one number a row."""
         if self.form.columns is None:
             wide = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(wide, target, ignore_index=IGNORED, reduction=reduction)

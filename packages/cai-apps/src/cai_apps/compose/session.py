@@ -89,7 +89,8 @@ class Session:
 
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
-        return scores(self.runner, self.workload, self.loss.loss, microbatches, score)
+        waits = self.config.parallel.zero != 3
+        return scores(self.runner, self.workload, self.loss.loss, microbatches, score, logits_wait=waits)
 
     def norm(self) -> Tensor:
         """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""

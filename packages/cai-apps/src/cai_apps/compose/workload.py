@@ -71,6 +71,7 @@ class Workload:
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
         sizes: the number of sizes of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
+        beside: elements of models that do not learn and stay on the same ranks, cut as this one is.
         measures: names of what the loss measures beside: then it has a method `measured` with its arguments, which
             returns (loss, sums float64 [2, names]), a numerator and a denominator of each, summed over the batch.
         before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
@@ -94,6 +95,7 @@ class Workload:
     others: Callable[[nn.Module], list[tuple[nn.Module, str]]] = _none
     sizes: int = 1
     running: Callable[[], AbstractContextManager] = nullcontext
+    beside: int = 0
     measures: tuple[str, ...] = ()
     before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
     trial: Trial | None = None

@@ -89,6 +89,17 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     )
 
 
+def beside_bytes(config: RunConfig, elements: int) -> int:
+    """Return the bytes of a rank's part of a model that does not learn: in the compute dtype, sharded in stage 3.
+
+    Args:
+        config: the resolved config.
+        elements: those of its part, before ZeRO.
+    """
+    ranks = config.parallel.shard if config.parallel.zero == 3 else 1
+    return -(-elements // ranks) * COMPUTE_BYTES[config.precision.compute]
+
+
 def most_kept(actions: Sequence[Action], stage_bytes: Mapping[int, int]) -> int:
     """Most bytes that microbatches keep which a rank's actions have run forward and not yet backward.
 

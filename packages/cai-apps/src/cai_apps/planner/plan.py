@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,6 +18,7 @@ from cai_apps.planner.memory import (
     MASTER_BYTES,
     ModelState,
     accumulates,
+    beside_bytes,
     clips_samples,
     model_state,
     moment_bytes,
@@ -129,13 +130,17 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     names = {module: name for name, module in model.named_modules()}
     block_names = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
+    state = model_state(config, trained, moment_bytes(config, model), frozen=frozen)
+    if workload.beside:
+        share = workload.beside * (trained + frozen) // sum(elements(on_meta(workload)))
+        state = replace(state, parameters=state.parameters + beside_bytes(config, share))
     placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
     order = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)[rank]
     return StagePlan(
         rank,
         block_names,
         trained + frozen,
-        model_state(config, trained, moment_bytes(config, model), frozen=frozen),
+        state,
         unsharded_bytes(config, model),
         _activations(config, saved, _blocks(model, block_names), order, last=Stages.of(model).has_last),
         accumulates(config),

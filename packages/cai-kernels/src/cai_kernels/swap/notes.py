@@ -99,6 +99,13 @@ def _slice(logits: Logits, index: Any) -> Logits | None:
     return logits.seen_as(logits.hidden[full_index], lambda t: t[indices])
 
 
+def _index_select(logits: Logits, dim: int, index: torch.Tensor) -> Logits | None:
+    """Rows by their numbers: a copy of them, of which torch makes no view either."""
+    if dim != 0 or logits.dim() != 2:
+        return None
+    return logits.like(logits.hidden.index_select(0, index))
+
+
 def _of_numbers(index: Any) -> bool:
     parts = (index.start, index.stop, index.step) if isinstance(index, slice) else (index,)
     return all(part is None or type(part) is int for part in parts)
@@ -184,6 +191,8 @@ _NOTED: dict[Any, Callable] = {
     torch.Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     torch.Tensor.__getitem__: _slice,
+    torch.Tensor.index_select: _index_select,
+    torch.index_select: _index_select,
     torch.Tensor.mul: _scale,
     torch.Tensor.__mul__: _scale,
     torch.Tensor.__rmul__: _scale,

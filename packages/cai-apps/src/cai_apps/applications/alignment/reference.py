@@ -31,6 +31,8 @@ from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
 
 KL = "kl_"
 """The beginning of the names of what a batch has of prompts with answers to other prompts."""
+ROWS = ("input_ids", "labels", "position_ids", "cu_seqlens", "scored")
+"""What there is of both kinds of answers."""
 FILE = "log_probs.npy"
 SHOWN = 20
 """Times that progress is shown."""
@@ -43,8 +45,7 @@ def answer_scores(objective: Objective, output: Any, rows: Mapping[str, Tensor])
 
 def mismatched(batch: Batch) -> Batch:
     """Return the rows of a batch with answers to other prompts in place of the answers."""
-    names = ("input_ids", "labels", "position_ids", "cu_seqlens")
-    return batch | {name: batch[KL + name] for name in names}
+    return batch | {name: batch[KL + name] for name in ROWS}
 
 
 @dataclass

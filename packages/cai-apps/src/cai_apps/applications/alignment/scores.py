@@ -13,17 +13,17 @@ from cai_apps.compose.losses import IGNORED, NextTokenLoss
 from cai_mesh.comm import gather_from
 
 
-def document_sums(values: Tensor, starts: Tensor) -> Tensor:
+def document_sums(values: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """Return the sums of values over the documents of rows.
 
     Args:
-        values: [b, S].
+        values: [b, K].
+        places: where in its row each value stands, int64 [b, K].
         starts: the first place of each document, and S for those that a row does not have, int [b, D + 1].
 
-    Returns [b, D] in the dtype of the values, 0 for a document without tokens.
+    Returns [b, D] in the dtype of the values, 0 for a document without any.
     """
-    places = torch.arange(values.shape[1], device=values.device)
-    inside = (places >= starts[:, :-1, None]) & (places < starts[:, 1:, None])
+    inside = (places[:, None] >= starts[:, :-1, None]) & (places[:, None] < starts[:, 1:, None])
     return torch.where(inside, values[:, None], 0.0).sum(-1)
 
 
@@ -49,14 +49,15 @@ class Scorer:
 
         Args:
             output: the model's output, with `logits` [b, S, V], or [b, S, 1] of a value head.
-            rows: "labels" [b, S] and "cu_seqlens" [b, D + 1] of these samples.
+            rows: "labels" [b, S], "scored" [b, K] and "cu_seqlens" [b, D + 1] of these samples.
         """
         starts = rows["cu_seqlens"]
         if self.form == "value":
             values = output.logits.squeeze(-1)
             wide = values.to(torch.promote_types(values.dtype, torch.float32))
             return last_values(wide, starts)
-        sums = document_sums(self.tokens.log_probs(output, rows["labels"]), starts)
+        log_probs = self.tokens.log_probs(output, rows["labels"], rows["scored"])
+        sums = document_sums(log_probs, rows["scored"], starts)
         return sums if self.form == "sum" else sums / lengths(rows).clamp_min(1)
 
     def own(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,4 +71,5 @@ class Scorer:
 
 def lengths(rows: Mapping[str, Tensor]) -> Tensor:
     """Return the number of scored tokens of each document, float32 [b, D]."""
-    return document_sums((rows["labels"] != IGNORED).float(), rows["cu_seqlens"])
+    has_label = rows["labels"].gather(1, rows["scored"]) != IGNORED
+    return document_sums(has_label.float(), rows["scored"], rows["cu_seqlens"])

@@ -79,7 +79,11 @@ class AlignmentTask(LanguageTask):
         return resolve(with_head(config), load_model_config(config.model.name), ranks)
 
     def workload_of(self, config: Config, model: PretrainedConfig) -> Workload:
-        return workload(config, model)
+        plain = workload(config, model)
+        if config.reference.form != "model":
+            return plain
+        reference = model if config.reference.model is None else load_model_config(config.reference.model)
+        return replace(plain, beside=sum(param.numel() for param in meta_model(reference).parameters()))
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Preferences:
         check_made(config.model.name)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cai_apps.applications.alignment.algorithms import ALGORITHMS
 from cai_apps.applications.alignment.config import Config
 from cai_apps.applications.alignment.objective import Objective, measures_of
-from cai_apps.applications.alignment.reference import KL, Comparison
+from cai_apps.applications.alignment.reference import KL, ROWS, Comparison
 from cai_apps.applications.language.base import weights_directory
 from cai_apps.applications.language.model import Maker, build, initializer
 from cai_apps.applications.language.noise import KEYS
@@ -99,13 +99,15 @@ def example(config: Config, samples: int) -> Batch:
     places = [0, length // 2, length, length] if algorithm.units == "pairs" else [0, length, length]
     starts = torch.tensor([places], dtype=torch.int32).expand(samples, len(places)).contiguous()
     unit = torch.zeros(samples, 1)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seqlens": starts, "present": unit == 0}
+    scored = torch.arange(length).expand(samples, length).contiguous()
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seqlens": starts, "scored": scored}
+    batch["present"] = unit == 0
     if config.model.neftune_alpha:
         batch[KEYS] = ids[:, 0]
     if algorithm.reference:
         batch["reference"] = torch.zeros(samples, len(places) - 1, dtype=torch.float64)
     if algorithm.units == "pairs":
         return batch | {"margin": unit}
-    others = {KL + name: batch[name] for name in ("input_ids", "labels", "position_ids", "cu_seqlens")}
+    others = {KL + name: batch[name] for name in ROWS}
     zero = torch.zeros((), dtype=torch.float64)
     return batch | others | {f"{KL}reference": unit.double(), "desirable": unit == 0, "kl": zero}

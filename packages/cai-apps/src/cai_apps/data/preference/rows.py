@@ -116,10 +116,13 @@ class PreferenceRows:
         answers D is U + 1, and document u is the record. What fills a row is the document after them; those that a row
         has not begin at S.
 
+        "scored", int64 [n, K], are the places with a label, K the most of any row asked for; other rows have the last
+        place of a row after them, which never has one.
+
         "number", int64 [n, U], is each unit's number in the source, -1 where a row has none, and "present", bool
         [n, U], says whether it has one. Of pairs there is "margin", float32 [n, U]; of judged answers "desirable", bool
-        [n, U], and "kl_input_ids", "kl_labels", "kl_position_ids" and "kl_cu_seqlens" as above, document u of them the
-        other one of unit u.
+        [n, U], and "kl_input_ids", "kl_labels", "kl_position_ids", "kl_cu_seqlens" and "kl_scored" as above, whose
+        document u is the other one of unit u.
 
         Where `reference` is set, "reference", float64 [n, D - 1], has its values for the documents, 0 where a row has
         none, and "kl_reference", float64 [n, U], those of the others. Nothing is random, `positions` not used.
@@ -152,6 +155,7 @@ class PreferenceRows:
         batch = empty_rows(len(documents), self.length, self.documents, self.source.documents.end_of_text)
         for row, numbers in enumerate(documents):
             write_row(batch, row, self._pieces(numbers[numbers != NOBODY]))
+        batch["scored"] = places_of(batch["labels"])
         if self.reference is not None:
             batch["reference"] = np.where(documents == NOBODY, 0.0, self.reference[documents])
         return {beginning + name: values for name, values in batch.items()}
@@ -161,6 +165,19 @@ class PreferenceRows:
             start, end = self._starts[number], self._starts[number + 1]
             ids = self._stream[start:end]
             yield ids, next_tokens(ids, None if self._trained is None else self._trained[start:end])
+
+
+def places_of(labels: np.ndarray) -> np.ndarray:
+    """Return the places with a label of each row, int64 [n, K]; K is the most of any row, the last place fills up.
+
+    Args:
+        labels: int64 [n, S], -100 at the last place and wherever there is none.
+    """
+    rows, places = np.nonzero(labels != IGNORED)
+    counts = np.bincount(rows, minlength=len(labels))
+    filled = np.full((len(labels), counts.max(initial=0)), labels.shape[1] - 1, dtype=np.int64)
+    filled[np.arange(filled.shape[1]) < counts[:, None]] = places
+    return filled
 
 
 def split_preferences(
