@@ -77,9 +77,9 @@ def judged(desirable: list[bool]) -> list[dict[str, Any]]:
 
 def tokenizer(template: str = TURNS, padding: str | None = PADDING, bos: str | None = None):
     """A tokenizer with a chat template, and a token that fills texts up."""
-    made = tokenizer_of("bytes", TOKENS, eos=END, bos=bos, template=template)
-    made.pad_token = padding
-    return made
+    vocabulary = tokenizer_of("bytes", TOKENS, eos=END, bos=bos, template=template)
+    vocabulary.pad_token = padding
+    return vocabulary
 
 
 def write_model(
@@ -99,15 +99,15 @@ def write_model(
         labels: outputs of a value head in place of logits; 0: none.
         more: values of its config.
     """
-    made, head = tokenizer(template, padding, bos), {"num_labels": labels} if labels else {}
+    vocabulary, head = tokenizer(template, padding, bos), {"num_labels": labels} if labels else {}
     config = AutoConfig.for_model(
-        kind, **SHAPES[kind] | more, **head, bos_token_id=made.bos_token_id, eos_token_id=made.eos_token_id,
-        pad_token_id=made.pad_token_id, initializer_range=0.1,
+        kind, **SHAPES[kind] | more, **head, bos_token_id=vocabulary.bos_token_id, eos_token_id=vocabulary.eos_token_id,
+        pad_token_id=vocabulary.pad_token_id, initializer_range=0.1,
     )  # fmt: skip
     torch.manual_seed(seed)
     auto = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
     auto.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    made.save_pretrained(directory)
+    vocabulary.save_pretrained(directory)
     return directory
 
 

@@ -32,7 +32,7 @@ class _ValueHead:
 
         super().__init__(config)  # type: ignore[call-arg]
         model: Any = self
-        setattr(model, model.base_model_prefix, AutoModel.from_config(config))
+        setattr(model, model.base_model_prefix, AutoModel.from_config(config, trust_remote_code=False))
         self.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
         model.post_init()
 
@@ -121,7 +121,9 @@ def check_reward_model(config: PretrainedConfig) -> None:
 
     with torch.device("meta"):
         model = reward_model(config)
-        published = AutoModelForSequenceClassification.from_config(published_config(config, None))
+        published = AutoModelForSequenceClassification.from_config(
+            published_config(config, None), trust_remote_code=False
+        )
     ours, theirs = (
         {name: tuple(param.shape) for name, param in one.named_parameters()} for one in (model, published)
     )

@@ -64,8 +64,8 @@ class Case:
         ours: the algorithm and its options.
         trainer: the trainer and the class of its arguments.
         theirs: arguments of the trainer.
-        records: which of `RECORDS` ours reads.
-        trl: which of them TRL reads; None: the same.
+        records: the name in `RECORDS` of those that ours reads.
+        trl: the name of those that TRL reads; None: the same.
         template: the chat template.
         padding: whether the tokenizer has a token that fills texts up.
     """
@@ -250,14 +250,17 @@ def test_trl_has_the_prompt_in_the_likelihood_of_orpo(places, ours):
     tokens, answers = [], []
     for record in trainer.train_dataset:
         ids, labels = torch.tensor(record["chosen_input_ids"]), torch.tensor(record["chosen_labels"])
-        said = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        likelihoods = said.gather(1, ids[1:, None]).squeeze(1)
+        scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        likelihoods = scores.gather(1, ids[1:, None]).squeeze(1)
         tokens.append(likelihoods)
         answers.append(likelihoods[labels[1:] != -100].mean())
     difference = torch.stack(answers).mean() - torch.cat(tokens).mean()
     difference.backward()
     assert_same(
-        (mine[0] + float(difference), {name: mine[1][name] + p.grad for name, p in model.named_parameters()}),
+        (
+            mine[0] + float(difference),
+            {name: mine[1][name] + param.grad for name, param in model.named_parameters()},
+        ),
         theirs,
     )
 

@@ -63,10 +63,10 @@ def refused(home, base, tmp_path, monkeypatch, capsys):
 def assert_said(error: str, **fields: str) -> None:
     """Compare an error with what it is to say: `what` in its first line, and fields in theirs."""
     first, *lines = error.splitlines()
-    said = dict(line.strip().split(":", 1) for line in lines if ":" in line)
-    said["what"] = first
+    parts = dict(line.strip().split(":", 1) for line in lines if ":" in line)
+    parts["what"] = first
     for name, text in fields.items():
-        assert text in said.get(name, ""), error
+        assert text in parts.get(name, ""), error
 
 
 SAME = pair("Hello!", "Hello there!", "Hello there!")

@@ -134,8 +134,8 @@ def test_an_adapter_of_a_reward_model_opens_on_its_base(home, base, capsys):
         run / "export" / "adapter_config.json"
     ).read_text()
     assert main(["export", str(run), str(home / "merged"), "--merge"]) == 0
-    whole = opened(home / "merged")
-    torch.testing.assert_close(rewards(whole, tokenizer, texts), expected, rtol=1e-5, atol=1e-5)
+    joined = opened(home / "merged")
+    torch.testing.assert_close(rewards(joined, tokenizer, texts), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_of_dpo_opens_on_its_base(home, base):

@@ -25,7 +25,7 @@ from cai_pipeline.plans.simulation import Timeline
 from cai_pipeline.run.auto import MEASURED_STEP, Choice, choose
 from cai_pipeline.run.backward_thread import open_backward
 from cai_pipeline.run.recorder import SHOWN_STEP, Recorder, again, gather, timeline
-from cai_pipeline.run.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta
+from cai_pipeline.run.transfer import Metas, P2PCommunicator, PendingReceive, TensorMeta, signature_of
 from cai_pipeline.run.wire import Wire, check_wire
 from cai_pipeline.stages.boundary import Tensors, gradients_to_send, tensors_in, without_graph
 from cai_pipeline.stages.split import check_shared
@@ -262,7 +262,7 @@ class _StepState:
         self.targets = targets
         self.training = training
         self.loss_fn = loss_fn or runner.loss_fn
-        self.signatures = [_signature(microbatch, runner.device) for microbatch in inputs]
+        self.signatures = [signature_of(microbatch, runner.device) for microbatch in inputs]
         self.loss = torch.zeros((), dtype=torch.float64, device=runner.device)
         self.output: Any = None
         self.receiving: dict[Action, PendingReceive] = {}
@@ -446,13 +446,3 @@ class _StepState:
         assert transfer.microbatch is not None
         stage_before = transfer.stage - (transfer.kind in (Kind.RECV_F, Kind.SEND_B))
         return stage_before, self.signatures[transfer.microbatch]
-
-
-def _signature(inputs: Inputs, device: torch.device) -> tuple[Any, ...]:
-    """The key that the descriptions of tensors between stages depend on; equal on all ranks, as their inputs are.
-
-    Without graphs nobody knows which of them are parts.
-    """
-    tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
-    graphs, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
-    return (graphs, autocast, *sorted(tensors, key=lambda entry: entry[0]))

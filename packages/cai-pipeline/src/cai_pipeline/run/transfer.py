@@ -8,8 +8,9 @@ and dtypes. What is sent may be packed in a byte an element (`wire`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -191,3 +192,13 @@ class P2PCommunicator:
             sends=[(tensor, peer) for tensor in send],
             receives=[(tensor, peer) for tensor in receive],
         )
+
+
+def signature_of(inputs: Mapping[str, Any], device: torch.device) -> tuple[Any, ...]:
+    """The key that the descriptions of tensors between stages depend on; equal on all ranks, as their inputs are.
+
+    Without graphs nobody knows which of them are parts.
+    """
+    tensors = ((k, tuple(v.shape), v.dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor))
+    graphs, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
+    return (graphs, autocast, *sorted(tensors, key=lambda entry: entry[0]))

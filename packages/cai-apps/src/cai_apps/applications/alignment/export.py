@@ -27,8 +27,8 @@ def export_reward_model(session: Session, directory: Path, tokenizer: Path) -> N
         directory: the directory to write.
         tokenizer: the directory of the run's tokenizer.
     """
-    texts = load_tokenizer(tokenizer)
-    padding = padding_of(texts)
+    vocabulary = load_tokenizer(tokenizer)
+    padding = padding_of(vocabulary)
     if padding is None and dist.get_rank() == 0:
         print(
             "the tokenizer has no token that could fill texts up: the exported model takes one text at a time"
@@ -41,8 +41,8 @@ def export_reward_model(session: Session, directory: Path, tokenizer: Path) -> N
     finally:
         model.config = config
     if padding is not None and dist.get_rank() == 0:
-        texts.pad_token = texts.convert_ids_to_tokens(padding)
-        texts.save_pretrained(directory)
+        vocabulary.pad_token = vocabulary.convert_ids_to_tokens(padding)
+        vocabulary.save_pretrained(directory)
     dist.barrier()
 
 

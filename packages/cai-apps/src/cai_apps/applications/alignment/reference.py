@@ -145,7 +145,7 @@ def _cached(cache: str, key: str, documents: int) -> np.ndarray | None:
     def nothing(scratch: Path) -> None:
         np.save(scratch / FILE, np.empty(0))
 
-    array = np.load(open_or_make(cache, key, nothing) / FILE)
+    array = np.load(open_or_make(cache, key, nothing) / FILE, allow_pickle=False)
     return array if len(array) == documents else None
 
 
