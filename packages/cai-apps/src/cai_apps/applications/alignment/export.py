@@ -37,6 +37,9 @@ def export_reward_model(session: Session, directory: Path, tokenizer: Path) -> N
         export_hf(session, directory, tokenizer)
     finally:
         model.config = config
+    if dist.get_rank() == 0:  # by the name of transformers' class, not of the one that learned
+        published_config(config, padding).save_pretrained(directory)
+    dist.barrier()
 
 
 def padding_of(tokenizer: PreTrainedTokenizerFast) -> int | None:
