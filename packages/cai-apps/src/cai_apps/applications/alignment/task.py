@@ -155,7 +155,10 @@ class AlignmentTask(LanguageTask):
             super().finish(job)
             return
         show_outcome(job.run, job.config)
-        print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
+        if job.config.lora.rank:
+            print(f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole reward model")
+        else:
+            print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
 
     def write_model(self, session: Session, directory: Path, tokenizer: Path) -> None:
         write = export_reward_model if has_value_head(session.config) else export_hf
