@@ -1,4 +1,4 @@
-"""Every code block of every README runs as it stands, and those of the tutorial one after the other.
+"""Every code block of every README runs as it stands, and those of the two tutorials one after the other.
 
 Python and shell blocks run by their language. A comment on the line above a block can say more:
 `<!-- run: ranks=2 -->` starts a Python block on that many ranks, and `<!-- run: no, because ... -->` is for
@@ -24,9 +24,9 @@ FENCE = re.compile(
 )
 SHELL = ("bash", "sh", "shell", "console")
 OWN_COMMANDS = {"pip install nox && nox -s train", "pip install nox && nox -s tests"}
-TUTORIAL = ROOT / "docs" / "fine-tuning.md"
+TUTORIAL, PREFERENCES = ROOT / "docs" / "fine-tuning.md", ROOT / "docs" / "alignment.md"
 ELSEWHERE = ["pip install 'cai-apps[lora]'", "vllm serve my-tuned-model"]
-"""Commands of the tutorial that are not run: what is installed already, and another program."""
+"""Commands of the tutorials that are not run: what is installed already, and another program."""
 THINGS = ("parcel", "letter", "bicycle", "refund", "invoice", "key", "ticket", "coat")
 
 
@@ -126,17 +126,23 @@ def prepare(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "my-model")
 
 
-def script(folder: Path) -> str:
-    """One program of all blocks: shell as it stands, Python in files beside it."""
+def check_record(record: dict) -> None:
+    """A record of a page is one that cai reads: a conversation or a pair."""
     from cai_apps.data.chat.messages import read_conversation  # READMEs run where cai-apps is not installed
+    from cai_apps.data.preference.records import read_preference
 
+    assert read_preference(record) if "chosen" in record else read_conversation(record).messages
+
+
+def script(page: Path, folder: Path) -> str:
+    """One program of all blocks of a page: shell as it stands, Python in files beside it."""
     lines = []
-    for number, block in enumerate(blocks_of([TUTORIAL])):
+    for number, block in enumerate(blocks_of([page])):
         if block.how.startswith("no, because"):
             assert commands(block)[0] in ELSEWHERE
             continue
         if block.language == "json":
-            assert read_conversation(json.loads(block.code)).messages
+            check_record(json.loads(block.code))
         elif block.language == "python":
             file = folder / f"block-{number}.py"
             file.write_text(block.code)
@@ -147,20 +153,25 @@ def script(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def follow(page: Path, folder: Path) -> str:
+    """Run all blocks of a page in a folder, at home in it; return what they print."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder / "home"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    program = ["bash", "-euxo", "pipefail", "-c", script(page, folder)]
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
 def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
     """In a folder that has what the page says one has: `my-model`, here a small one, and `chats.jsonl`."""
     pytest.importorskip("peft")
     prepare(tmp_path)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(tmp_path / "home"),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    program = ["bash", "-euxo", "pipefail", "-c", script(tmp_path)]
-    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    printed = done.stdout
+    printed = follow(TUTORIAL, tmp_path)
     for words in (
         "400 records, none broken",
         ": fits",
@@ -174,3 +185,19 @@ def test_the_tutorial_is_followed_to_the_letter(tmp_path: Path):
     assert [step["step"] for step in steps] == list(range(1, 31))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert (run / "report.html").is_file()
+
+
+def test_the_tutorial_of_preferences_is_followed_to_the_letter(tmp_path: Path):
+    """In an empty folder, with a model that is trained on the way; its answer turns from a curt one to a polite one."""
+    pytest.importorskip("peft")
+    printed = follow(PREFERENCES, tmp_path)
+    for words in ("400 records, none broken", "400 pairs", "report.html", "for AutoModelForSequence"):
+        assert words in printed, printed
+    answers = [line for line in printed.splitlines() if line in ("Its number?", "Please send me its number.")]
+    assert answers[-1] == "Please send me its number." and "Its number?" in answers
+    lines = (tmp_path / "runs" / "dpo" / "metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    assert first["rewards/accuracies"] == 0.5
+    assert last["validation_rewards/accuracies"] > 0.9 and last["rewards/margins"] > 0
+    texts = (tmp_path / "runs" / "dpo" / "texts.jsonl").read_text()
+    assert "Please send me its number." in texts

@@ -125,7 +125,10 @@ def teaches(start: Path, recipe: str, run: Path, seed: int) -> None:
     held_out, trained_on = rows[:HELD_OUT], rows[HELD_OUT:]
     if recipe != "rm":  # before training there is no value head
         assert wins(start, held_out, recipe, start) == pytest.approx(0.5, abs=0.1)
-    share = wins(learned(start, trained_on, recipe, run, seed), held_out, recipe, start)
+    export = learned(start, trained_on, recipe, run, seed)
+    published = "LlamaForSequenceClassification" if recipe == "rm" else "LlamaForCausalLM"
+    assert json.loads((export / "config.json").read_text())["architectures"] == [published]
+    share = wins(export, held_out, recipe, start)
     print(f"{recipe}, seed {seed}: {share:.3f}")
     assert share >= LEAST.get(recipe, 0.9)
 

@@ -60,7 +60,8 @@ def record_files(source: str) -> list[Path]:
         DataError: there is none, or one of another kind.
     """
     expected = (
-        f"a file or a glob of files ({', '.join(KINDS)}), an HF dataset directory, or {arithmetic.SOURCE!r}"
+        f"a file or a glob of files ({', '.join(KINDS)}), an HF dataset directory, or what is made here: "
+        f"{arithmetic.SOURCE!r} for conversations, 'preferences' for pairs"
     )
     paths = files.files_of(source, example="*.jsonl", expected=expected)
     if not files.is_dataset_directory(source):

@@ -64,7 +64,7 @@ def check_kind(preference: Pair | Judged, kind: Kind, place: str) -> None:
         raise DataError(
             f"{place}: the record is one answer with a label, not a pair",
             expected='"chosen" and "rejected"',
-            fix='train with a loss on judged answers, "kto", or write pairs',
+            fix='set alignment.algorithm to "kto", which learns from such records, or write pairs',
         )
 
 
