@@ -11,6 +11,7 @@ from cai_apps.applications.language import APPLICATION
 from cai_apps.applications.language.plan import plan
 from cai_apps.cli import main
 from cai_apps.config.file import change
+from cai_apps.planner.fit import Planner
 from cai_apps.planner.memory import model_state, most_kept
 from cai_apps.planner.plan import unsharded_bytes
 from cai_apps.planner.text import notes, render
@@ -278,3 +279,20 @@ def test_a_plan_says_where_what_it_is_for_is_not_here(tiny):
     on_cpu = plan(change(tiny, {"train.device": "cpu"}))
     assert notes(on_cpu, gpus=0, kernels=True) == []
     assert "on a CPU" in render(on_cpu, "title", "batch") and "on a GPU" in render(planned, "title", "batch")
+
+
+def test_a_reference_that_stays_beside_the_model_counts():
+    from cai_apps.applications.alignment.task import ALIGNMENT
+    from cai_apps.recipes import load
+
+    planner = Planner(ALIGNMENT.resolve, ALIGNMENT.workload)
+    changes = {"model.name": "llama-tiny", "model.weights": "random", "train.device": "cpu"}
+    for zero, ranks in ((1, 1), (3, 2)):
+        plans = {
+            form: planner.plan(
+                load("dpo-tiny", {**changes, "parallel.zero": zero, "reference.form": form}), ranks=ranks
+            )
+            for form in ("computed", "model")
+        }
+        added = plans["model"].peak - plans["computed"].peak
+        assert added == -(-plans["model"].parameters // (2 if zero == 3 else 1)) * 4
