@@ -26,7 +26,7 @@ from cai_apps.compose.lora import without_adapters
 from cai_apps.compose.workload import Batch, Forwards, Workload
 from cai_apps.data.batches import Batches
 from cai_apps.data.preference.rows import PreferenceRows, blank
-from cai_apps.data.sealed import open_or_make
+from cai_apps.data.sealed import open_or_make, problem
 from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
 
 KL = "kl_"
@@ -139,13 +139,10 @@ def log_probs(
 
 def _cached(cache: str, key: str, documents: int) -> np.ndarray | None:
     """Return what the cache has under a key; None: nothing."""
-    if not (Path(cache).expanduser() / key).is_dir():
+    directory = Path(cache).expanduser() / key
+    if not directory.is_dir() or problem(directory) is not None:
         return None
-
-    def nothing(scratch: Path) -> None:
-        np.save(scratch / FILE, np.empty(0))
-
-    array = np.load(open_or_make(cache, key, nothing) / FILE, allow_pickle=False)
+    array = np.load(directory / FILE, allow_pickle=False)
     return array if len(array) == documents else None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
 from cai_apps.compose.lora import add_adapters, learned_modules, need_peft
-from cai_apps.compose.models import pretrained_directory
+from cai_apps.compose.models import pretrained_directory, read_model_config
 from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
 from cai_apps.config.sections import LoRA
 from cai_apps.data.chat.messages import USER, Conversation, Message
@@ -191,6 +191,14 @@ def _model(place: Place) -> Any:
         need_peft()
     check_weights(directory)
     weight_files(directory, error=ConfigError)
+    architectures = read_model_config(str(directory)).get("architectures") or ["a causal model"]
+    if str(architectures[0]).endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{directory} holds a model that judges texts and writes none",
+            got=str(architectures[0]),
+            expected="a causal language model",
+            fix="open it by AutoModelForSequenceClassification of transformers",
+        )
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
