@@ -55,7 +55,9 @@ def scores(directory: Path, rows: list[dict[str, Any]], side: str, recipe: str) 
     if recipe == "rm":
         reward = AutoModelForSequenceClassification.from_pretrained(directory).eval()
         filling = torch.arange(ids.shape[1]) > (labels != -100).int().cumsum(1).argmax(1)[:, None]
-        return reward(ids.masked_fill(filling, reward.config.pad_token_id), use_cache=False).logits.squeeze(-1)
+        return reward(ids.masked_fill(filling, reward.config.pad_token_id), use_cache=False).logits.squeeze(
+            -1
+        )
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     log_probs = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     counted = labels[:, 1:] != -100

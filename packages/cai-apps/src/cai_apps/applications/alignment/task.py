@@ -156,7 +156,9 @@ class AlignmentTask(LanguageTask):
             return
         show_outcome(job.run, job.config)
         if job.config.lora.rank:
-            print(f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole reward model")
+            print(
+                f"adapter        {job.run.export}; cai export RUN DIR --merge writes the whole reward model"
+            )
         else:
             print(f"HF export      {job.run.export}, for AutoModelForSequenceClassification")
 
