@@ -76,7 +76,8 @@ class AlignmentTask(LanguageTask):
 
     def resolve(self, config: Config, ranks: int) -> Config:
         check_alignment(config)
-        return resolve(with_head(config), load_model_config(config.model.name), ranks)
+        resolved: Any = resolve(with_head(config), load_model_config(config.model.name), ranks)
+        return resolved
 
     def workload_of(self, config: Config, model: PretrainedConfig) -> Workload:
         plain = workload(config, model)
