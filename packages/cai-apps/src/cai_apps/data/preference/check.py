@@ -128,8 +128,8 @@ def _parts(renderer: Renderer, preference: Pair | Judged) -> list[tuple[str, Mar
         texts = renderer.pieces(conversation)[1]
         first = next(number for number, (_, is_scored) in enumerate(texts) if is_scored)
         if not parts:
-            parts += [(text, "") for text, _ in texts[:first]]
+            parts.extend((text, "") for text, _ in texts[:first])
         elif not parts[-1][0].endswith("\n"):
             parts.append(("\n", ""))
-        parts += [(text, mark if is_scored else "") for text, is_scored in texts[first:]]
+        parts.extend((text, mark if is_scored else "") for text, is_scored in texts[first:])
     return parts
