@@ -72,8 +72,9 @@ class Workload:
         sizes: the number of sizes of microbatches that come along in training, at most.
         running: a context of the model's forwards, those on tensors without values too.
         frozen_elements: those of models that do not learn and stay on the same ranks, cut as this one is.
-        measures: names of what the loss measures beside: then it has a method `measured` with its arguments, which
-            returns (loss, sums float64 [2, names]), a numerator and a denominator of each, summed over the batch.
+        measures: names of what the loss measures beside, the first of which is shown while training: then it has a
+            method `measured` with its arguments, which returns (loss, sums float64 [2, names]), a numerator and a
+            denominator of each, summed over the batch.
         before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
             called before each step and each validation. Collective.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try

@@ -17,10 +17,10 @@ from cai_apps.applications.alignment.scores import Scorer, lengths
 from cai_apps.compose.losses import NextTokenLoss
 
 OF_PAIRS = (
+    "rewards/accuracies",
+    "rewards/margins",
     "rewards/chosen",
     "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
     "lengths/chosen",
     "lengths/rejected",
 )
@@ -103,7 +103,7 @@ class Objective:
         )
         losses, better, worse = LOSSES[self.options.algorithm](pairs, self.options)
         better, worse = better.view(present.shape), worse.view(present.shape)
-        values = [better, worse, better - worse, _won(better, worse), *_sides(lengths(rows), present)]
+        values = [_won(better, worse), better - worse, better, worse, *_sides(lengths(rows), present)]
         if algorithm.score != "value":
             values += [chosen, rejected]
         if ref_chosen is not None and ref_rejected is not None:

@@ -6,7 +6,7 @@ log-probabilities are computed before, it has its memory alone: it is gone when 
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from cai_apps.compose.workload import Batch, Forwards, Workload
 from cai_apps.data.batches import Batches
 from cai_apps.data.preference.rows import PreferenceRows, blank
 from cai_apps.data.sealed import open_or_make, problem
+from cai_apps.run.loop.progress import counted
 from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
 
 KL = "kl_"
@@ -34,8 +35,8 @@ KL = "kl_"
 ROWS = ("input_ids", "labels", "position_ids", "cu_seqlens", "scored")
 """What there is of both kinds of answers."""
 FILE = "log_probs.npy"
-SHOWN = 20
-"""Times that progress is shown."""
+SECONDS = 5.0
+"""Seconds from one sign of progress to the next."""
 
 
 def answer_scores(objective: Objective, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
@@ -151,21 +152,21 @@ def _score(model: FrozenModel, rows: PreferenceRows, values: Tensor, config: Con
     mesh, train = model.mesh, config.train
     place = index(mesh, DATA_AXES), degree(mesh, DATA_AXES)
     batches = Batches(rows, train.global_batch, train.microbatch_size, *place, seed=None, blank=blank)
-    count = math.ceil(rows.size / train.global_batch)
-    for number in range(count):
-        if dist.get_rank() == 0 and number % max(1, count // SHOWN) == 0:
-            print(f"reference: {number * train.global_batch:,} of {rows.size:,} rows", flush=True)
-        batch = [
-            {name: value.to(model.runner.device) for name, value in microbatch.items()}
-            for microbatch in batches.at(number * train.global_batch)
-        ]
-        if rows.is_paired:
-            _put(values, batch, model.scores(batch, answer_scores), (0, 1))
-            continue
-        _put(values, batch, model.scores(batch, answer_scores), (0,))
-        _put(
-            values, batch, model.scores([mismatched(microbatch) for microbatch in batch], answer_scores), (1,)
-        )
+    shown = time.monotonic()
+    with counted(rows.size, "rows, read by the reference", visible=dist.get_rank() == 0) as show:
+        for first in range(0, rows.size, train.global_batch):
+            batch = [
+                {name: value.to(model.runner.device) for name, value in microbatch.items()}
+                for microbatch in batches.at(first)
+            ]
+            sides = (0, 1) if rows.is_paired else (0,)
+            _put(values, batch, model.scores(batch, answer_scores), sides)
+            if not rows.is_paired:
+                questions = [mismatched(microbatch) for microbatch in batch]
+                _put(values, batch, model.scores(questions, answer_scores), (1,))
+            if time.monotonic() - shown > SECONDS:
+                shown = time.monotonic()
+                show(min(first + train.global_batch, rows.size))
 
 
 def _put(values: Tensor, batch: Sequence[Batch], scores: Sequence[Tensor], sides: tuple[int, ...]) -> None:

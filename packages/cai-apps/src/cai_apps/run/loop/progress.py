@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Protocol
@@ -106,9 +106,15 @@ def describe(metrics: Metrics) -> str:
     share = next(iter(metrics.shares.values()), None)
     if share is not None:
         parts.append(f"MFU {share:.1%}")
+    parts += _first_measure(metrics.measures)
     if metrics.validation_loss is not None:
         parts.append(_validation(metrics))
     return "  ".join(parts)
+
+
+def _first_measure(measures: Mapping[str, float]) -> list[str]:
+    """Return the first of what a loss measures, which says most, if it measures anything."""
+    return [f"{name.replace('_', ' ', 1)} {value:.3f}" for name, value in [*measures.items()][:1]]
 
 
 def _validation(metrics: Metrics) -> str:
@@ -117,7 +123,7 @@ def _validation(metrics: Metrics) -> str:
         parts.append(f"perplexity {metrics.validation_perplexity:,.2f}")
     if metrics.validation_accuracy is not None:
         parts.append(f"accuracy {metrics.validation_accuracy:.2%}")
-    return "  ".join(parts)
+    return "  ".join([*parts, *_first_measure(metrics.validation_measures)])
 
 
 def _clock(seconds: float) -> str:
