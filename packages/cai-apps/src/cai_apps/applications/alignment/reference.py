@@ -152,7 +152,7 @@ def _score(model: FrozenModel, rows: PreferenceRows, values: Tensor, config: Con
     mesh, train = model.mesh, config.train
     place = index(mesh, DATA_AXES), degree(mesh, DATA_AXES)
     batches = Batches(rows, train.global_batch, train.microbatch_size, *place, seed=None, blank=blank)
-    shown = time.monotonic()
+    last_sign = time.monotonic()
     with counted(rows.size, "rows, read by the reference", visible=dist.get_rank() == 0) as show:
         for first in range(0, rows.size, train.global_batch):
             batch = [
@@ -164,8 +164,8 @@ def _score(model: FrozenModel, rows: PreferenceRows, values: Tensor, config: Con
             if not rows.is_paired:
                 questions = [mismatched(microbatch) for microbatch in batch]
                 _put(values, batch, model.scores(questions, answer_scores), (1,))
-            if time.monotonic() - shown > SECONDS:
-                shown = time.monotonic()
+            if time.monotonic() - last_sign > SECONDS:
+                last_sign = time.monotonic()
                 show(min(first + train.global_batch, rows.size))
 
 
