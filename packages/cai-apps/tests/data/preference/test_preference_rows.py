@@ -134,14 +134,20 @@ def test_rows_are_those_of_a_plain_loop(kind, length):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "judged"])
-def test_a_row_read_alone_has_the_same_shapes(kind):
+def test_a_row_read_alone_is_the_same_but_for_the_width_of_its_scored_places(kind):
     rows = PreferenceRows.of(preferences_of(kind), np.arange(23), 40)
     together = rows.rows(np.arange(rows.size), np.arange(rows.size))
     assert "reference" not in together and "kl_reference" not in together
     for number in range(rows.size):
         alone = rows.rows(np.array([number]), np.array([0]))
+        of_all = {name: value[number : number + 1] for name, value in together.items()}
+        for name in [name for name in alone if name.endswith("scored")]:
+            labels = alone[name.replace("scored", "labels")][0]
+            assert alone.pop(name)[0].tolist() == (labels != -100).nonzero()[:, 0].tolist()
+            places = of_all.pop(name)[0]
+            assert places[labels[places] != -100].tolist() == (labels != -100).nonzero()[:, 0].tolist()
         assert {name: value.tolist() for name, value in alone.items()} == {
-            name: value[number : number + 1].tolist() for name, value in together.items()
+            name: value.tolist() for name, value in of_all.items()
         }
 
 
