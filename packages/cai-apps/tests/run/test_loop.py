@@ -128,6 +128,8 @@ def test_data_ranks_change_nothing(single, tmp_path):
             assert position == expected_position
             for name in ("loss", "grad_norm", "lr", "units", "validation_loss"):
                 assert getattr(metrics, name) == pytest.approx(getattr(expected, name), abs=1e-12), name
+            assert metrics.measures == pytest.approx(expected.measures, abs=1e-12)
+            assert metrics.validation_measures == pytest.approx(expected.validation_measures, abs=1e-12)
 
 
 def due_of(directory):
@@ -158,6 +160,12 @@ def test_position_and_records(single):
     metrics, positions = zip(*single[1], strict=True)
     assert positions == tuple(Position(step, 4 * step, 4 * 8 * step) for step in range(1, 7))
     assert [m.step for m in metrics] == [1, 2, 3, 4, 5, 6]
+    # what has nothing to divide by is left out; targets are tenths of tokens below 17
+    assert all(m.measures.keys() == {"target"} and 0 < m.measures["target"] < 1.7 for m in metrics)
+    assert [m.validation_measures.keys() for m in metrics if m.validation_loss is not None] == [
+        {"validation_target"}
+    ] * 2
+    assert metrics[0].record()["target"] == metrics[0].measures["target"]
     assert [m.validation_loss is not None for m in metrics] == [False, False, True, False, False, True]
     assert [m.lr for m in metrics[:3]] == [0.25, 0.5, 0.5]
     assert single[0] == pytest.approx(0.85, abs=0.05)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,12 @@ class Comparison:
     def _compared(self, forwards: Forwards, microbatches: Sequence[Batch], prefix: str) -> list[Batch]:
         """Return microbatches with scores of the reference, zeros where there is no last stage."""
         questions = [mismatched(batch) for batch in microbatches] if prefix else microbatches
-        model = forwards if self.model is None else self.model
-        with without_adapters(forwards.model) if self.model is None else nullcontext():
-            scores = model.scores(questions, answer_scores)
+        if self.config.reference.form == "adapter":
+            with without_adapters(forwards.model):
+                scores = forwards.scores(questions, answer_scores)
+        else:
+            assert self.model is not None, "the reference is made before the first step"
+            scores = self.model.scores(questions, answer_scores)
         documents = [batch["cu_seqlens"][:, 1:] for batch in questions]
         scores = scores or [torch.zeros_like(ends, dtype=torch.float64) for ends in documents]
         return [
