@@ -24,6 +24,8 @@ OF_PAIRS = (
     "lengths/chosen",
     "lengths/rejected",
 )
+OF_VALUES = ("rewards/confidence",)
+"""The mean probability that a reward model gives to the answer it prefers: one that is calibrated has its accuracy."""
 OF_ANSWERS = ("logps/chosen", "logps/rejected")
 OF_REFERENCE = ("log_ratios/chosen", "log_ratios/rejected")
 OF_JUDGED = (
@@ -42,7 +44,7 @@ def measures_of(options: Alignment) -> tuple[str, ...]:
     algorithm = ALGORITHMS[options.algorithm]
     if algorithm.units == "judged":
         return OF_JUDGED
-    answers = OF_ANSWERS if algorithm.score != "value" else ()
+    answers = OF_ANSWERS if algorithm.score != "value" else OF_VALUES
     return (*OF_PAIRS, *answers, *(OF_REFERENCE if algorithm.reference else ()))
 
 
@@ -104,8 +106,7 @@ class Objective:
         losses, better, worse = LOSSES[self.options.algorithm](pairs, self.options)
         better, worse = better.view(present.shape), worse.view(present.shape)
         values = [_won(better, worse), better - worse, better, worse, *_sides(lengths(rows), present)]
-        if algorithm.score != "value":
-            values += [chosen, rejected]
+        values += [(better - worse).abs().sigmoid()] if algorithm.score == "value" else [chosen, rejected]
         if ref_chosen is not None and ref_rejected is not None:
             values += [chosen - ref_chosen, rejected - ref_rejected]
         return losses.view(present.shape), [_ratio(value, present) for value in values]

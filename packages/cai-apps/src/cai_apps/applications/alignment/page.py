@@ -12,7 +12,10 @@ from cai_apps.run.files.position import VALIDATION
 CURVES = (
     ("rewards", ("rewards/chosen", "rewards/rejected")),
     ("margin of rewards", ("rewards/margins", f"{VALIDATION}rewards/margins")),
-    ("share of pairs won", ("rewards/accuracies", f"{VALIDATION}rewards/accuracies")),
+    (
+        "share of pairs won",
+        ("rewards/accuracies", f"{VALIDATION}rewards/accuracies", f"{VALIDATION}rewards/confidence"),
+    ),
     ("log-probabilities of answers", ("logps/chosen", "logps/rejected")),
     ("log-ratios to the reference", ("log_ratios/chosen", "log_ratios/rejected")),
     ("KL to the reference", ("kl", f"{VALIDATION}kl")),
