@@ -66,7 +66,7 @@ def run(command: list[str], folder: Path) -> None:
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
 
 
@@ -162,7 +162,7 @@ def follow(page: Path, folder: Path) -> str:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     program = ["bash", "-euxo", "pipefail", "-c", script(page, folder)]
-    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

@@ -132,18 +132,23 @@ def check_reward_model(config: PretrainedConfig) -> None:
         raise _no_reward_model(config, f"transformers' own has other parameters, such as {name} {shape}")
 
 
-def has_stored_head(directory: Path) -> bool:
-    """Return whether the weights of a directory have a value head.
+def has_stored_head(directory: Path, config: PretrainedConfig) -> bool:
+    """Return whether the weights of a directory have a value head, under the name that it has here.
+
+    Args:
+        directory: the weights, as transformers or another library wrote them.
+        config: the config of the causal model that they belong to.
 
     Raises:
-        ConfigError: they have one that says several numbers.
+        ConfigError: they have one that says several numbers, or a head under another name, which would be lost.
         CheckpointError: the files are not sound.
     """
     name = f"{HEAD}.weight"
-    file = weight_files(directory, error=ConfigError).tensors.get(name)
-    if file is None:
+    files = weight_files(directory, error=ConfigError).tensors
+    _check_all_read(directory, [other for other in files if other != name], config)
+    if name not in files:
         return False
-    shape = check_header(directory / file)[name]["shape"]
+    shape = check_header(directory / files[name])[name]["shape"]
     if shape[0] != 1:
         raise ConfigError(
             f"the weights at {directory} classify into {shape[0]} labels",
@@ -152,6 +157,25 @@ def has_stored_head(directory: Path) -> bool:
             fix="take a model that was saved with num_labels = 1, or one without a head, to which a new one is given",
         )
     return True
+
+
+def _check_all_read(directory: Path, names: list[str], config: PretrainedConfig) -> None:
+    """Raise ConfigError where a tensor lies outside a causal model: other libraries name their heads in other ways."""
+    from cai_apps.compose.models import meta_model
+
+    model = meta_model(config)
+    layers = getattr(model, model.base_model_prefix)
+    parts = {part for one in (model, layers) for part, _ in (*one.named_children(), *one.named_parameters())}
+    unread = sorted(name for name in names if name not in parts and name.partition(".")[0] not in parts)
+    if unread:
+        raise ConfigError(
+            f"the weights at {directory} hold tensors that a reward model does not read",
+            got=", ".join(unread[:4]) + (", ..." if len(unread) > 4 else ""),
+            expected=f"the tensors of {type(model).__name__}, and {HEAD}.weight [1, hidden] if there is a value head",
+            cause="another library names its value head in another way, or gives it a bias or layers of its own",
+            fix=f"if the head is one matrix without a bias, rename it to {HEAD}.weight; to begin with a new head, "
+            "remove these tensors",
+        )
 
 
 def _no_reward_model(config: PretrainedConfig, cause: str) -> ConfigError:

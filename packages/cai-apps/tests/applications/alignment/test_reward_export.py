@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl_toys import CPU, END, PADDING, PAIRS, START, Ours, pair, write_model, write_records
 
@@ -210,3 +211,38 @@ def test_a_head_of_several_labels_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="classify into 2 labels") as refused:
         Ours(Alignment("reward"), model, records).job(tmp_path / "run")
     assert "num_labels = 1" in str(refused.value)
+
+
+HEADS = {
+    "TRL's value head": {"v_head.summary.weight": (1, 32), "v_head.summary.bias": (1,)},
+    "ColossalChat's": {"value_head.weight": (1, 32)},
+    "UltraRM's": {"regression_head.weight": (1, 32)},
+    "two layers": {"score.0.weight": (32, 32), "score.2.weight": (1, 32)},
+    "a bias": {"score.weight": (1, 32), "score.bias": (1,)},
+}
+"""Heads as other libraries store them, by name and shape."""
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_under_another_name_is_refused(tmp_path, head):
+    """To begin with a new head would lose the one that was trained."""
+    records = write_records(tmp_path / "pairs.jsonl", [pair(*texts) for texts in PAIRS])
+    model = write_model(tmp_path / "model", 1)
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {n: torch.ones(s) for n, s in HEADS[head].items()}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match="does not read") as refused:
+        Ours(Alignment("reward"), model, records).job(tmp_path / "run")
+    names = [name for name in HEADS[head] if name != "score.weight"]
+    assert names[0] in str(refused.value) and "score.weight" in str(refused.value)
+
+
+def test_buffers_that_old_files_hold_are_no_heads(tmp_path):
+    """GPT-2's file on the hub has no prefix, and its masks as buffers."""
+    records = write_records(tmp_path / "pairs.jsonl", [pair(*texts) for texts in PAIRS])
+    model = write_model(tmp_path / "model", 1, kind="gpt2")
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+    }
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, model / "model.safetensors")
+    Ours(Alignment("reward"), model, records).job(tmp_path / "run")

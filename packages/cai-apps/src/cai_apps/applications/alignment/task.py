@@ -97,7 +97,7 @@ class AlignmentTask(LanguageTask):
         if has_value_head(config):
             check_reward_model(model)
             if weights is not None:
-                has_stored_head(weights)  # refuses one of several numbers
+                has_stored_head(weights, model)  # refuses what would be lost
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
         if config.lora.adapter is not None:
             check_adapter_of(config, built)

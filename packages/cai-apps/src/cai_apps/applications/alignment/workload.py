@@ -76,11 +76,12 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     """Return what fills a model from files; a value head that they do not have stays as it is made."""
     if config.model.weights != "pretrained":
         return None
-    plain = partial(present_tensors, meta_model(load_model_config(config.model.name)))
+    published = load_model_config(config.model.name)
+    plain = partial(present_tensors, meta_model(published))
 
     def load(model: nn.Module) -> None:
         directory = weights_directory(config)
-        stored = has_stored_head(directory)
+        stored = has_stored_head(directory, published)
 
         def names(name: str) -> str | None:
             return None if name == f"{HEAD}.weight" and not stored else plain_name(name)
