@@ -174,3 +174,24 @@ def test_a_kind_that_has_no_reward_model(refused, tmp_path, base):
         cause="no ...ForSequenceClassification",
         fix="take a model of another kind",
     )
+
+
+@pytest.mark.parametrize("recipe", ["dpo-tiny", "sft-tiny"])
+def test_records_of_another_kind_are_refused_before_a_base_is_trained(tmp_path, capsys, recipe):
+    record = {"dpo-tiny": judged([True])[0], "sft-tiny": {"prompt": "q", "chosen": "a"}}[recipe]
+    (tmp_path / "records.jsonl").write_text(json.dumps(record))
+    options = {
+        "data.source": tmp_path / "records.jsonl",
+        "data.cache": tmp_path / "cache",
+        "train.device": "cpu",
+    }
+    options["log.directory"] = tmp_path / "run"
+    assert main(["train", recipe, *(f"--{key}={value}" for key, value in options.items())]) == 2
+    shown = capsys.readouterr()
+    assert "records.jsonl:1" in shown.err and "trained first" not in shown.out
+
+
+def test_a_reward_model_writes_no_text(tmp_path, capsys):
+    model = write_model(tmp_path / "model", 1, labels=1)
+    assert main(["generate", str(model), "--prompt", "Hello"]) == 2
+    assert "judges texts and writes none" in capsys.readouterr().err

@@ -159,6 +159,7 @@ REFUSED = {
     "a label of a number": ({"prompt": "q", "completion": "a", "label": 1}, '"label" is no bool'),
     "no label": ({"prompt": "q", "completion": "a"}, 'has "prompt" and "completion" and no "label"'),
     "a label without a value": ({"messages": [USER, CHOSEN], "label": None}, 'no "label"'),
+    "a conversation": ({"messages": [USER, CHOSEN]}, "a conversation without a judgement of its answer"),
     "no message": ({"messages": [], "label": True}, "the prompt is empty"),
     "an answer of the user": ({"messages": [USER, USER], "label": True}, "does not begin with an assistant's message"),
     "no rejected answer": ({"prompt": "q", "chosen": "a", "reject": "b"}, "did you mean 'reject'?"),

@@ -49,6 +49,7 @@ from cai_apps.data.documents import Documents
 from cai_apps.data.preference.lengths import PreferenceReport
 from cai_apps.data.preference.prepare import Preferences, prepare_preferences
 from cai_apps.data.preference.rows import PreferenceRows, blank, split_preferences
+from cai_apps.data.preference.sources import check_first
 from cai_apps.data.sealed import key_of
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import model_flops
@@ -91,6 +92,8 @@ class AlignmentTask(LanguageTask):
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Preferences:
         check_made(config.model.name)
         model = load_model_config(config.model.name)
+        units = ALGORITHMS[config.alignment.algorithm].units
+        check_first(config.data.source, units)  # before a base is trained
         weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()
@@ -108,7 +111,6 @@ class AlignmentTask(LanguageTask):
         tokenizer = weights if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
-        units = ALGORITHMS[config.alignment.algorithm].units
         prepared = prepare_preferences(config.data, units, model.vocab_size, tokenizer)
         check_same_ids(config, prepared)
         if config.log.prompts:

@@ -37,7 +37,7 @@ from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
 from cai_apps.data.batches import Samples
-from cai_apps.data.chat.prepare import length_report, prepare_chat
+from cai_apps.data.chat.prepare import check_first, length_report, prepare_chat
 from cai_apps.data.content import digest_of_weights
 from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
@@ -150,6 +150,8 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
+        if config.data.format == "chat":
+            check_first(config.data.source)  # before a base is trained
         weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()

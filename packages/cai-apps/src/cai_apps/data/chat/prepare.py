@@ -119,6 +119,13 @@ def load_rendering(
     return Rendering(loaded, Renderer(loaded, template, trained, data.special_tokens), origin)
 
 
+def check_first(source: str) -> None:
+    """Raise DataError where the first record of a source is no conversation; the others are not read."""
+    for record in read_records(source):
+        conversation_of(record)
+        return
+
+
 def _conversations(data: Data) -> Iterator[Conversation]:
     return (conversation_of(record) for record in read_records(data.source))
 

@@ -113,6 +113,13 @@ def _unknown_form(record: Mapping[str, Any]) -> DataError:
     def missing(keys: tuple[str, ...]) -> list[str]:
         return [key for key in keys if record.get(key) is None]
 
+    if {"messages", "conversations"} & set(record) and not {"chosen", "rejected", "label"} & set(record):
+        return DataError(
+            "the record is a conversation without a judgement of its answer",
+            got=keys_shown(record),
+            expected='"chosen" and "rejected", or for kto "label"',
+            fix='add "label", or train on conversations with a recipe such as sft-8b or sft-tiny',
+        )
     nearest = min(FORMS, key=lambda keys: (len(missing(keys)), -len(keys)))
     absent = missing(nearest)
     if len(absent) == 1 and len(nearest) > 1:

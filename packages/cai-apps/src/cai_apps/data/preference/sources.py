@@ -68,6 +68,18 @@ def check_kind(preference: Pair | Judged, kind: Kind, place: str) -> None:
         )
 
 
+def check_first(source: str, kind: Kind) -> None:
+    """Raise DataError where the first record of a source cannot be learned from; the others are not read.
+
+    Args:
+        source: the value of `data.source`.
+        kind: the kind that is asked for.
+    """
+    for record in read_records(source):
+        check_kind(preference_of(record), kind, record.place)
+        return
+
+
 def judged_answers(preferences: Iterable[Placed]) -> Iterator[tuple[str, Judged]]:
     """Yield judged answers: of every block of pairs the chosen ones, and then the rejected ones."""
     waiting: list[tuple[str, Judged]] = []
