@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from chat_tokenizers import tokenizer_of
 from datasets import Dataset
 from layouts import full, gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import KTOConfig, KTOTrainer
 
 from cai_apps.applications.alignment.config import Alignment, Config, Data, Reference
 from cai_apps.applications.alignment.task import ALIGNMENT
@@ -154,12 +157,16 @@ class Ours:
         return replace(job, config=ALIGNMENT.resolve(replace(config, train=train), 1))
 
 
-def measured(jobs: dict[str, Job]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
+Result = tuple[float, dict[str, torch.Tensor]]
+"""A loss, and gradients by name."""
+
+
+def measured(jobs: dict[str, Job]) -> dict[str, Result]:
     """The loss of each run's one step, and the gradients by name. On one rank."""
     return {name: _measured(job) for name, job in jobs.items()}
 
 
-def _measured(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+def _measured(job: Job) -> Result:
     work = ALIGNMENT.work(job)
     if work.completed is not None:
         work = work.completed(CPU)
@@ -185,7 +192,7 @@ def loaded(directory: Path, head: bool = False) -> Any:
     return kind.from_pretrained(directory, dtype=torch.float32)
 
 
-def by_trainer(trainer: Any, change: Callable[[dict], dict] = dict) -> tuple[float, dict[str, torch.Tensor]]:
+def by_trainer(trainer: Any, change: Callable[[dict], dict] = dict) -> Result:
     """The loss that a trainer of TRL computes on its first batch, and the gradients by name.
 
     Args:
@@ -200,6 +207,32 @@ def by_trainer(trainer: Any, change: Callable[[dict], dict] = dict) -> tuple[flo
         name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
     }
     return float(loss.detach()), gradients
+
+
+def by_kto_trainers(case: Ours, home: Path, arguments: dict[str, Any]) -> Result:
+    """The loss and the gradients of TRL's KTO, averaged over ranks that have two records each. On every rank."""
+    from accelerate.state import AcceleratorState
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = KTOTrainer(
+            loaded(case.model),
+            ref_model=loaded(case.reference),
+            args=KTOConfig(**options(home / "output", 2) | arguments),
+            train_dataset=records_of(case.records),
+            processing_class=tokenizer(),
+        )
+        assert trainer.accelerator.num_processes == ranks
+        loss, gradients = by_trainer(trainer)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    total = torch.tensor(loss, dtype=torch.float64)
+    for value in (total, *gradients.values()):
+        dist.all_reduce(value.div_(ranks))
+    return float(total), gradients
 
 
 def records_of(file: Path) -> Dataset:

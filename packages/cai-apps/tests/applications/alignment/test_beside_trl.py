@@ -24,6 +24,8 @@ from trl_toys import (
     PAIRS,
     TURNS,
     Ours,
+    Result,
+    by_kto_trainers,
     by_trainer,
     judged,
     loaded,
@@ -134,7 +136,6 @@ OTHER = {
     ),
 }
 CASES = SAME | OTHER
-Result = tuple[float, dict[str, torch.Tensor]]
 
 
 class Places:
@@ -232,6 +233,20 @@ def test_trl_reads_a_reward_before_the_end_where_that_is_what_fills_texts_up(pla
     number = trainer.processing_class.convert_tokens_to_ids(PADDING)
     trainer.data_collator.pad_token_id = trainer.model.config.pad_token_id = number
     assert_same(ours("reward without padding"), by_trainer(trainer))
+
+
+def test_kto_on_two_ranks(places, tmp_path):
+    """Both estimate the reference point on the records of all ranks, of which each has two.
+
+    TRL joins a prompt with the other answer of its rank's two records, ours with the next answer: with the first and
+    the third answer alike these are the same.
+    """
+    records = judged([True, False, True, True])
+    records[2]["completion"] = records[0]["completion"]
+    file = write_records(tmp_path / "records.jsonl", records)
+    ours = Ours(KTO_OURS, places.model(CASES["kto"], 1), file, places.model(CASES["kto"], 2))
+    mine = run_ranks(1, measured, {"kto": ours.job(tmp_path / "run")})[0]["kto"]
+    assert_same(mine, run_ranks(2, by_kto_trainers, ours, tmp_path, KTO_THEIRS)[0])
 
 
 def test_trl_turns_answers_the_other_way_round(places, ours):
