@@ -21,6 +21,7 @@ from cai_apps.data.batches import Batches
 from cai_apps.data.documents import describe, open_documents, write_documents
 from cai_apps.data.preference.prepare import Preferences
 from cai_apps.data.preference.rows import PreferenceRows
+from cai_kernels import convert_to_fp8
 
 UNITS, LENGTH, VOCAB, SEED, STEPS = 70, 24, 96, 7, 3
 MARGIN, SMOOTHING = 0.4, 0.2
@@ -80,7 +81,7 @@ ONE = Case()
 
 
 def config_of(algorithm: str, case: Case = ONE, form: str = "computed", steps: int = STEPS) -> Config:
-    base = run_config(replace(case, documents=True), "fp64", steps)
+    base = run_config(replace(case, documents=True), "fp32" if case.linear == "fp8" else "fp64", steps)
     name = "dpo" if algorithm == "cdpo" else algorithm
     taken = {field.name: getattr(base, field.name) for field in fields(base)}
     taken |= {"application": "alignment", "data": Data(sequence_length=LENGTH, boundaries="keep")}
@@ -95,11 +96,11 @@ def units_of_steps(rows: PreferenceRows, steps: int = STEPS) -> list[list[int]]:
     return [number[number >= 0].tolist() for number in numbers]
 
 
-def initial(algorithm: str, name: str = "llama") -> nn.Module:
+def initial(algorithm: str, name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
     make = reward_model if algorithm == "reward" else causal_model
     with torch.device("meta"):
         model = make(model_config(name))
-    return materialize(model, initializer, seed=SEED, dtype=torch.float64, device=torch.device("cpu"))
+    return materialize(model, initializer, seed=SEED, dtype=dtype, device=torch.device("cpu"))
 
 
 def said(model: nn.Module, text: tuple[list[int], int], algorithm: str) -> torch.Tensor:
@@ -139,9 +140,13 @@ def loss_by_hand(algorithm: str, one, two, ref_one, ref_two, number: float, kl: 
     return right
 
 
-def twin(algorithm: str, rows: PreferenceRows, name: str = "llama", steps: int = STEPS):
+def twin(
+    algorithm: str, rows: PreferenceRows, name: str = "llama", steps: int = STEPS, linear: str = "compute"
+):
     """Losses, first gradients and last weights of a plain loop over single texts."""
-    model = initial(algorithm, name)
+    model = initial(algorithm, name, torch.float32 if linear == "fp8" else torch.float64)
+    if linear == "fp8":
+        convert_to_fp8(model, scaling="row")
     reference, optimizer = copy.deepcopy(model).requires_grad_(False), adamw(model)
     units, losses, first = texts("judged" if algorithm == "kto" else "pairs"), [], {}
     for step, numbers in enumerate(units_of_steps(rows, steps)):
