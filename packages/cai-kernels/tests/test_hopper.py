@@ -12,15 +12,15 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "hopper").glob("*.py"))
-LARGE = ("attention", "group_norm", "grouped_matmul", "layer_norm", "pair_bias_attention", "rms_norm")
-"""Half a minute and more each: for `nox -s matrix`, and `nox -s oldest` with another Triton."""
+SMALL = ("dropout_add", "embedding", "gated", "global_norm", "rope")
+"""Seconds each. The others take up to a minute: for `nox -s matrix`, and `nox -s oldest` with another Triton."""
 SPILLED = 32  # bytes a thread: a word or two of addresses costs nothing
 SHARED = 227 * 1024  # what a program may take on an H100 or H200
 
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(f, marks=pytest.mark.matrix if f.stem in LARGE else (), id=f.stem) for f in FILES],
+    [pytest.param(f, marks=() if f.stem in SMALL else pytest.mark.matrix, id=f.stem) for f in FILES],
 )
 def test_kernels_compile_for_hopper_and_do_not_spill(file: Path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

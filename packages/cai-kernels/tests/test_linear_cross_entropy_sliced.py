@@ -31,10 +31,20 @@ def gradients(loss: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+SIZES = [(24, 16, 200), (12, 16, 200), (8, 32, 136), (40, 64, 72), (1, 8, 64)]
+OPTIONS = [{}, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}]
+LONG = (SIZES[0], SIZES[3])
+"""Ten seconds and more under the interpreter."""
+
+
 @pytest.mark.parametrize(
-    ("tokens", "width", "vocabulary"), [(24, 16, 200), (12, 16, 200), (8, 32, 136), (40, 64, 72), (1, 8, 64)]
+    ("tokens", "width", "vocabulary", "options"),
+    [
+        pytest.param(*size, options, marks=pytest.mark.matrix if size in LONG else (), id=f"{size}-{number}")
+        for size in SIZES
+        for number, options in enumerate(OPTIONS)
+    ],
 )
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}], ids=str)
 def test_the_same_as_in_chunks_but_rounded_once(small, monkeypatch, tokens, width, vocabulary, options):
     x, weight, target = inputs(tokens, width, vocabulary)
     bias = torch.linspace(-1, 1, vocabulary, device=DEVICE).bfloat16().requires_grad_()
