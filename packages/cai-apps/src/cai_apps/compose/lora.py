@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_apps.compose.published_names import hub_name
+from cai_apps.compose.quantized_base import without_codes
 from cai_apps.config.sections import LoRA
 from cai_mesh.adapters import adapters
 from cai_mesh.comm import all_gather_object
@@ -207,7 +208,8 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
     """
     adapters = dict(full_tensors(weights, is_adapter))
     trained = set().union(*all_gather_object(set(weights), dist.group.WORLD))
-    frozen = {name: boxed for name, boxed in BoxedTensor.of_model(model).items() if name not in trained}
+    boxes = without_codes(model, BoxedTensor.of_model(model))
+    frozen = {name: boxed for name, boxed in boxes.items() if name not in trained}
     joined = {name: boxed for name, boxed in (frozen | dict(weights)).items() if not is_adapter(name)}
     for name, boxed in joined.items():
         if not name.endswith(BASE):
@@ -218,7 +220,7 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
         inputs_first = getattr(model.get_submodule(layer), "fan_in_fan_out", False)
         added = scale_of(lora) * (product.T if inputs_first else product).reshape(boxed.global_shape)
         pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
-        joined[name] = replace(boxed, pieces=pieces, dtype=dtype)
+        joined[name] = replace(boxed, pieces=pieces, dtype=dtype, lend=None)
     return joined
 
 

@@ -7,6 +7,7 @@ stages and ranks starts from the same weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,7 @@ def materialize(
     device: torch.device,
     frozen: torch.dtype | None = None,
     pretrained: bool = False,
+    finished: Callable[[Sequence[nn.Module]], None] | None = None,
 ) -> nn.Module:
     """Give a model on the meta device real parameters and buffers, in place; returns the model.
 
@@ -87,6 +89,7 @@ def materialize(
         dtype: the parameters' dtype. Buffers keep theirs.
         frozen: the dtype of those that are not trained; None: the same.
         pretrained: other values are loaded afterwards.
+        finished: called with the modules of each block when they have their values, before the next block is made.
 
     At most one block is there in full at any time, and the layers outside blocks one by one.
     Raises `PlanError` for parameters and buffers that the model's own initialization leaves as they are, and where it
@@ -96,12 +99,18 @@ def materialize(
         model, initializer, seed=seed, dtype=dtype, device=device, frozen=frozen, pretrained=pretrained
     )
     local_params: dict[nn.Parameter, nn.Parameter] = {}
+    uses = Counter(param for group in values.groups for param in {site[2] for site in group.sites})
     for group in values.groups:
         for param, full in values.make(group).items():
             local_params[param] = _part(full, param)
-    for group in values.groups:
         for module, key, param in group.sites:
             module._parameters[key] = local_params[param]
+        for param in {site[2] for site in group.sites}:
+            uses[param] -= 1
+            if not uses[param]:
+                del local_params[param]
+        if finished is not None:
+            finished(group.modules)
     return model
 
 

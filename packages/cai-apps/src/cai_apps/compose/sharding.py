@@ -64,6 +64,7 @@ def place_weights(
         frozen=compute,
         device=device,
         pretrained=workload.pretrained is not None,
+        finished=None if workload.quantized is None else workload.quantized.filler(model),
     )
     share_tied(model)
     load_pretrained(workload, model)

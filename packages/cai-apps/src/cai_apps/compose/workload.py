@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.blocks import blocks_of
+from cai_apps.compose.quantized_base import QuantizedBase
 from cai_pipeline import Trial
 
 Batch = dict[str, Tensor]
@@ -66,6 +67,8 @@ class Workload:
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
         has_base: whether its frozen parameters are those of a base that the run knows by its content (`Task.base`):
             checkpoints lack them, and `pretrained` fills them again when a run goes on.
+        quantized: how its frozen layers are quantized while it is filled, before `pretrained` fills the others; None:
+            they are not.
         layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
             run again as a whole in backward where they are recomputed; none is part of another.
         others: methods of its modules that are each compiled, beside the layers: (module, name of the method).
@@ -92,6 +95,7 @@ class Workload:
     ready: Callable[[Batch], Batch] = _as_it_is
     pretrained: Callable[[nn.Module], None] | None = None
     has_base: bool = False
+    quantized: QuantizedBase | None = None
     layers: Callable[[nn.Module], list[nn.Module]] = blocks_of
     others: Callable[[nn.Module], list[tuple[nn.Module, str]]] = _none
     sizes: int = 1

@@ -190,6 +190,10 @@ class Log:
     """Ranks that `trace` and `snapshot` are about."""
 
 
+BaseKind = Literal["compute", "nf4", "int8"]
+"""What frozen weights are kept in: the dtype of `precision.compute`, or codes with scales."""
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Adapters beside frozen weights (arXiv:2106.09685), of applications that offer them."""

@@ -16,14 +16,11 @@ from cai_apps.applications.alignment.reference import KL, ROWS, Comparison
 from cai_apps.applications.language.base import weights_directory
 from cai_apps.applications.language.model import Maker, build, initializer
 from cai_apps.applications.language.noise import KEYS
-from cai_apps.compose.adapter_files import load_adapter
-from cai_apps.compose.lora import plain_name
-from cai_apps.compose.models import causal_model, load_model_config, meta_model
+from cai_apps.applications.language.weights import pretrained, quantized_base
+from cai_apps.compose.models import causal_model, load_model_config
 from cai_apps.compose.positions import PositionsKnown
-from cai_apps.compose.published_names import present_tensors
 from cai_apps.compose.value_head import HEAD, has_stored_head, reward_model
 from cai_apps.compose.workload import Batch, Workload
-from cai_mesh.checkpoint import load_hf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,6 +60,7 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         running=PositionsKnown(),
         pretrained=_pretrained(config),
         has_base=bool(config.lora.rank),
+        quantized=quantized_base(config),
         measures=measures_of(config.alignment),
         before_step=comparison or Comparison(config),
     )
@@ -74,23 +72,14 @@ def _predicted(objective: Objective, output: object) -> Tensor:
 
 def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
     """Return what fills a model from files; a value head that they do not have stays as it is made."""
-    if config.model.weights != "pretrained":
-        return None
-    published = load_model_config(config.model.name)
-    plain = partial(present_tensors, meta_model(published))
 
-    def load(model: nn.Module) -> None:
-        directory = weights_directory(config)
-        stored = has_stored_head(directory, published)
+    def absent() -> frozenset[str]:
+        if not has_value_head(config):
+            return frozenset()
+        stored = has_stored_head(weights_directory(config), load_model_config(config.model.name))
+        return frozenset() if stored else frozenset({f"{HEAD}.weight"})
 
-        def names(name: str) -> str | None:
-            return None if name == f"{HEAD}.weight" and not stored else plain_name(name)
-
-        load_hf(model, directory, names=names, tensors=plain)
-        if config.lora.adapter is not None:
-            load_adapter(model, config.lora.adapter)
-
-    return load
+    return pretrained(config, absent)
 
 
 def example(config: Config, samples: int) -> Batch:

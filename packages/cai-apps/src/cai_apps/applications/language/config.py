@@ -29,6 +29,9 @@ class LoRA(sections.LoRA):
     "lm_head", "embed_tokens", "norm"."""
     adapter: Annotated[str | None, FILLED] = None
     """Folder of an adapter, as peft writes it, that training goes on from; rank, alpha and layers are its own."""
+    base: sections.BaseKind = "compute"
+    """What the frozen linear layers of the blocks are kept in. compute: precision.compute. nf4: 4 bits an element and a
+    scale for 64 of them, as QLoRA has it (arXiv:2305.14314). int8: 8 bits, and a scale a row."""
 
 
 @dataclass(frozen=True)

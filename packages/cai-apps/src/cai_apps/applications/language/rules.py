@@ -91,7 +91,30 @@ def check_settings(config: Config) -> None:
             expected="both above 0",
         )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
+    check_base(config)
     validation.check_validation(config, config.data.validation_fraction)
+
+
+def check_base(config: Config) -> None:
+    """Raises ConfigError where a quantized base does not go with the rest of a config."""
+    if config.lora.base == "compute":
+        return
+    parallel, precision = config.parallel, config.precision
+    conflicts = {
+        f"parallel.tensor.size = {parallel.tensor.size}": parallel.tensor.size > 1,
+        "parallel.zero = 3": parallel.zero == 3,
+        f'memory.residency = "{config.memory.residency}"': config.memory.residency != "device",
+        f'precision.linear = "{precision.linear}"': precision.linear != "compute",
+        'precision.compute = "fp64"': precision.compute == "fp64",
+    }
+    conflict = next((name for name, holds in conflicts.items() if holds), None)
+    if conflict is not None:
+        raise ConfigError(
+            "a quantized base is whole on every rank of its stage, on the device",
+            got=f'lora.base = "{config.lora.base}", {conflict}',
+            expected="data ranks of stages 0 to 2, or pipeline stages",
+            fix='change that option, or set lora.base to "compute"',
+        )
 
 
 def check_noise(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,8 @@ from cai_apps.applications.language.model import Maker, build, initializer, on_m
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
-from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter, save_adapter
+from cai_apps.applications.language.weights import pretrained, quantized_base
+from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
 from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
@@ -32,7 +33,7 @@ from cai_apps.compose.models import (
     model_config_for,
 )
 from cai_apps.compose.positions import PositionsKnown
-from cai_apps.compose.published_names import present_tensors
+from cai_apps.compose.quantized_base import check_quantized
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
@@ -49,7 +50,7 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.checkpoint import load_hf, new_directory, save_hf
+from cai_mesh.checkpoint import new_directory, save_hf
 from cai_mesh.errors import CaiError, ConfigError, DataError
 from cai_mesh.layout import BoxedTensor
 
@@ -102,22 +103,10 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         example=partial(_example, config),
         initializer=initializer,
         running=PositionsKnown(),
-        pretrained=_pretrained(config),
+        pretrained=pretrained(config),
         has_base=bool(config.lora.rank),
+        quantized=quantized_base(config),
     )
-
-
-def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
-    if config.model.weights != "pretrained":
-        return None
-    tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
-
-    def load(model: nn.Module) -> None:
-        load_hf(model, weights_directory(config), names=plain_name, tensors=tensors)
-        if config.lora.adapter is not None:
-            load_adapter(model, config.lora.adapter)
-
-    return load
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
@@ -159,6 +148,7 @@ class LanguageTask:
             model = on_meta(
                 config, load_model_config(config.model.name)
             )  # refuses what has no place in the model
+            check_quantized(model, config.lora.base)
             if config.lora.adapter is not None:
                 check_adapter_of(config, model)
         if config.data.boundaries == "keep":

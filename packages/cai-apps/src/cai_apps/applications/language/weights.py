@@ -1,0 +1,57 @@
+"""What fills a model from the files of a run's weights: all of it, or the layers that are quantized meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from cai_apps.applications.language.base import weights_directory
+from cai_apps.applications.language.config import Config
+from cai_apps.compose.adapter_files import load_adapter
+from cai_apps.compose.lora import plain_name
+from cai_apps.compose.models import load_model_config, meta_model
+from cai_apps.compose.published_names import present_tensors
+from cai_apps.compose.quantized_base import QuantizedBase, Read, codes_of
+from cai_mesh.checkpoint import load_hf
+
+
+def reader(config: Config) -> Read:
+    """Return what fills parameters of a model from the files of a config's weights."""
+    tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
+
+    def read(model: nn.Module, chosen: Callable[[str], bool]) -> None:
+        def names(name: str) -> str | None:
+            return plain_name(name) if chosen(name) else None
+
+        load_hf(model, weights_directory(config), names=names, tensors=tensors)
+
+    return read
+
+
+def quantized_base(config: Config) -> QuantizedBase | None:
+    """Return how the base of a config is quantized; None: it is not."""
+    return None if config.lora.base == "compute" else QuantizedBase(config.lora.base, reader(config))
+
+
+def pretrained(
+    config: Config, absent: Callable[[], frozenset[str]] = frozenset
+) -> Callable[[nn.Module], None] | None:
+    """Return what fills a model from files, but for the layers that are quantized; None: initial values stay.
+
+    Args:
+        config: the config of the run.
+        absent: a function that returns names of parameters that the files do not have, which stay as they are.
+    """
+    if config.model.weights != "pretrained":
+        return None
+    read = reader(config)
+
+    def load(model: nn.Module) -> None:
+        left = codes_of(model) | absent()
+        read(model, lambda name: name not in left)
+        if config.lora.adapter is not None:
+            load_adapter(model, config.lora.adapter)
+
+    return load

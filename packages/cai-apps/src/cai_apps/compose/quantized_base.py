@@ -1,0 +1,167 @@
+"""Frozen weights beside adapters in 4 or 8 bits an element (Dettmers et al., "QLoRA", arXiv:2305.14314).
+
+A layer is quantized when it has its values, block after block while a model is filled, so that no more than one block
+is there in full. What is multiplied is the quantized weight, in training as in a merged export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from cai_apps.compose.blocks import blocks_of
+from cai_apps.config.sections import BaseKind
+from cai_kernels import QuantizedKind, QuantizedLinear
+from cai_mesh.errors import ConfigError
+from cai_mesh.layout import BoxedTensor, attach_to, canonical_name
+
+MULTIPLE = {"nf4": 64, "int8": 1}
+"""What divides the inputs of a layer: the width of a block that has one scale."""
+Read = Callable[[nn.Module, Callable[[str], bool]], None]
+"""(model, whether a parameter of that name is asked for): fills parameters of a model from files."""
+
+
+@dataclass(frozen=True)
+class QuantizedBase:
+    """The layers of a model that are quantized as it is filled.
+
+    Args:
+        kind: "nf4" or "int8".
+        read: fills parameters from files.
+    """
+
+    kind: QuantizedKind
+    read: Read
+
+    def filler(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
+        """Return what is called with modules that have memory: it reads and quantizes their weights."""
+        return _Filler(self, model, quantized_layers(model))
+
+
+@dataclass
+class _Filler:
+    """Quantizes the layers of one model, in place.
+
+    Args:
+        base: how.
+        model: the model.
+        layers: the layers by name, as long as they are not quantized.
+    """
+
+    base: QuantizedBase
+    model: nn.Module
+    layers: dict[str, nn.Linear]
+    _homes: dict[nn.Module, list[tuple[nn.Module, str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._homes = {}
+        for parent in self.model.modules():
+            for name, child in parent._modules.items():
+                if child is not None:
+                    self._homes.setdefault(child, []).append((parent, name))
+
+    def __call__(self, modules: Sequence[nn.Module]) -> None:
+        inside = set(modules)
+        chosen = {name: layer for name, layer in self.layers.items() if layer in inside}
+        if not chosen:
+            return
+        names = {
+            canonical_name(f"{layer}.{name}", param)
+            for layer, module in chosen.items()
+            for name, param in module.named_parameters()
+        }
+        self.base.read(self.model, names.__contains__)
+        for name, layer in chosen.items():
+            self._replace(layer)
+            del self.layers[name]
+
+    def _replace(self, layer: nn.Linear) -> None:
+        quantized = QuantizedLinear.from_linear(layer, self.base.kind)
+        name = canonical_name("weight", layer.weight)
+        attach_to(quantized, "weight", name=name)
+        attach_to(quantized, "scales", name=f"{name.removesuffix('weight')}scales")
+        for parent, local in self._homes[layer]:
+            setattr(parent, local, quantized)
+        layer.weight = None  # type: ignore[assignment]  (what makes initial values knows the layer, and would keep it)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a model's blocks that do not learn, by name: those whose weights are quantized."""
+    inner = {module for block in blocks_of(model) for module in block.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module in inner and not module.weight.requires_grad
+    }
+
+
+def check_quantized(model: nn.Module, kind: BaseKind) -> None:
+    """Raise ConfigError where the frozen layers of a model, on any device, cannot be quantized.
+
+    Args:
+        model: the model with its adapters.
+        kind: the value of `lora.base`.
+    """
+    if kind == "compute":
+        return
+    layers = quantized_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"lora.base = {kind!r} quantizes frozen linear layers, and the blocks of this model have none",
+            got=type(model).__name__,
+            fix='set lora.base to "compute"',
+        )
+    for name, layer in layers.items():
+        if layer.in_features % MULTIPLE[kind]:
+            raise ConfigError(
+                f"lora.base = {kind!r} has a scale for every {MULTIPLE[kind]} inputs of a layer",
+                got=f"{name}, with {layer.in_features} inputs",
+                expected=f"a multiple of {MULTIPLE[kind]}",
+                fix='set lora.base to "int8" or to "compute"',
+            )
+
+
+def stored_bytes(layers: Iterable[nn.Linear], kind: BaseKind) -> int:
+    """Return the bytes that the weights of layers take once they are quantized."""
+    elements = {"nf4": lambda layer: layer.weight.numel() // 2 + layer.weight.numel() // 64 * 4,
+                "int8": lambda layer: layer.weight.numel() + layer.out_features * 4}  # fmt: skip
+    return sum(map(elements[kind], layers))
+
+
+def codes_of(model: nn.Module) -> frozenset[str]:
+    """Return the names of the codes, scales and biases of a model's quantized layers, which were read with them."""
+    return frozenset(
+        canonical_name(f"{layer}.{name}", param)
+        for layer, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+        for name, param in module.named_parameters()
+    )
+
+
+def without_codes(model: nn.Module, weights: Mapping[str, BoxedTensor]) -> dict[str, BoxedTensor]:
+    """Return weights by name, with the numbers that codes stand for, which are made as they are asked for.
+
+    Args:
+        model: the model that the weights belong to.
+        weights: its weights by canonical name.
+    """
+    plain = dict(weights)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            name = canonical_name(f"{name}.weight", module.weight)
+            plain.pop(f"{name.removesuffix('weight')}scales")
+            plain[name] = _dequantized(module)
+    return plain
+
+
+def _dequantized(layer: QuantizedLinear) -> BoxedTensor:
+    """Return a layer's weight in bfloat16, which is not in memory until it is lent."""
+    empty = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16, device="meta")
+
+    def lend() -> BoxedTensor:
+        return BoxedTensor.from_param(layer.dequantized(torch.bfloat16))
+
+    return replace(BoxedTensor.from_param(empty), lend=lend)
