@@ -6,7 +6,7 @@ is there in full. What is multiplied is the quantized weight, in training as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -124,11 +124,28 @@ def check_quantized(model: nn.Module, kind: BaseKind) -> None:
             )
 
 
-def stored_bytes(layers: Iterable[nn.Linear], kind: BaseKind) -> int:
-    """Return the bytes that the weights of layers take once they are quantized."""
-    elements = {"nf4": lambda layer: layer.weight.numel() // 2 + layer.weight.numel() // 64 * 4,
-                "int8": lambda layer: layer.weight.numel() + layer.out_features * 4}  # fmt: skip
-    return sum(map(elements[kind], layers))
+def bytes_saved(model: nn.Module, kind: QuantizedKind, width: int) -> int:
+    """Return by how many bytes the frozen layers of a model are smaller when they are quantized.
+
+    The weight that is dequantized for a product is there once more, in full: the largest counts.
+
+    Args:
+        model: the model before it is filled.
+        kind: "nf4" or "int8".
+        width: bytes of an element of `precision.compute`.
+    """
+    layers = [(layer.out_features, layer.in_features) for layer in quantized_layers(model).values()]
+    plain = [rows * columns * width for rows, columns in layers]
+    return sum(plain) - sum(quantized_bytes(*shape, kind) for shape in layers) - max(plain, default=0)
+
+
+def quantized_bytes(rows: int, columns: int, kind: QuantizedKind) -> int:
+    """Return the bytes of the codes and scales of a weight [rows, columns]."""
+    return (
+        rows * columns // 2 + rows * (columns // MULTIPLE[kind]) * 4
+        if kind == "nf4"
+        else rows * (columns + 4)
+    )
 
 
 def codes_of(model: nn.Module) -> frozenset[str]:

@@ -248,6 +248,8 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"parallel.zero": "auto", "parallel.pipeline.unshard": "auto"}
     if "state" in RULES[config.optimizer.kind].options and config.optimizer.state == "fp32":
         yield {"optimizer.state": "int8"}
+    if getattr(getattr(config, "lora", None), "base", None) == "compute" and config.lora.rank:
+        yield {"lora.base": "nf4"}
 
 
 def _tried(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cai_apps.compose.apply import rewrite
+from cai_apps.compose.quantized_base import bytes_saved
 from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
@@ -134,6 +135,9 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     if workload.frozen_elements:
         share = workload.frozen_elements * (trained + frozen) // sum(elements(on_meta(workload)))
         state = replace(state, parameters=state.parameters + beside_bytes(config, share))
+    if workload.quantized is not None:
+        saved_by_codes = bytes_saved(model, workload.quantized.kind, COMPUTE_BYTES[config.precision.compute])
+        state = replace(state, parameters=state.parameters - saved_by_codes)
     placement = place(pipeline.size, pipeline.chunks, placement_of(pipeline.schedule, pipeline.chunks))
     order = begin_with(pipeline.schedule, placement, pipeline.microbatches or 1)[rank]
     return StagePlan(
