@@ -54,6 +54,14 @@ from cai_kernels.preference import (
     sequence_log_probs,
     simpo_loss,
 )
+from cai_kernels.quantized_linear import (
+    QuantizedKind,
+    QuantizedLinear,
+    convert_to_quantized,
+    dequantize,
+    quantize,
+    quantized_linear,
+)
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.sampling import sample
@@ -75,6 +83,8 @@ __all__ = [
     "KernelError",
     "KtoMetrics",
     "PreferenceMetrics",
+    "QuantizedKind",
+    "QuantizedLinear",
     "Swapped",
     "WeightCache",
     "adamw_step_",
@@ -85,10 +95,12 @@ __all__ = [
     "attention_with_lse",
     "choose",
     "convert_to_fp8",
+    "convert_to_quantized",
     "cross_entropy",
     "cross_entropy_from_parts",
     "cross_entropy_gradient",
     "cross_entropy_parts",
+    "dequantize",
     "document_attention",
     "dpo_loss",
     "dropout_add",
@@ -118,6 +130,8 @@ __all__ = [
     "pair_bias_attention",
     "planning_for",
     "plans_kernels",
+    "quantize",
+    "quantized_linear",
     "reward_loss",
     "rms_norm",
     "rope",

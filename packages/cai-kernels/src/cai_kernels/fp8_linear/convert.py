@@ -12,19 +12,9 @@ from cai_kernels.errors import KernelError
 from cai_kernels.fp8_linear.checks import SCALINGS, Scaling
 from cai_kernels.fp8_linear.function import Fp8Linear, Fp8Options
 from cai_kernels.fp8_linear.products import InputCache
+from cai_kernels.linear_layers import check_unchanged, places_of, replace
 
 Skip = Callable[[str, nn.Module], bool]
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def convert_to_fp8(
@@ -68,7 +58,7 @@ def convert_to_fp8(
             expected="an nn.Linear with features that are multiples of 16, besides the output layer",
         )
     for layer, name in names.items():
-        _check_unchanged(name, layer)
+        check_unchanged(name, layer, "skip")
     options: Fp8Options = {
         "scaling": scaling,
         "fast_accumulate": fast_accumulate,
@@ -76,11 +66,8 @@ def convert_to_fp8(
         "input_cache": InputCache(),  # q, k and v read the same input; gate and up as well
         "cache_weight": cache_weight,
     }
-    converted = {layer: _converted(layer, options) for layer in names}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children leaves out second names
-            if child in converted:
-                setattr(parent, name, converted[child])
+    for layer, places in places_of(model, names).items():
+        replace(places, layer, Fp8Linear.from_linear(layer, **options))
     return list(names.values())
 
 
@@ -100,31 +87,3 @@ def _convertible(model: nn.Module, skip: Skip | None) -> dict[nn.Linear, str]:
         if skip is not None and skip(name, module):
             skipped.add(module)
     return {layer: name for layer, name in names.items() if layer not in skipped}
-
-
-def _check_unchanged(name: str, layer: nn.Linear) -> None:
-    """Raise `KernelError` for a layer that has more than an `nn.Linear` has, which a new layer would lose."""
-    change = None
-    if "forward" in layer.__dict__:
-        change = "its forward was replaced"
-    elif any(getattr(layer, hooks) for hooks in HOOKS):
-        change = "it has hooks"
-    elif getattr(layer, "_compiled_call_impl", None) is not None:
-        change = "it is compiled"
-    elif set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
-        change = "it has parameters, buffers or modules of its own besides weight and bias"
-    if change is not None:
-        raise KernelError(
-            f"linear layer {name!r} was changed by another transform",
-            got=change,
-            fix="convert before other transforms, or leave it out with skip",
-        )
-
-
-def _converted(layer: nn.Linear, options: Fp8Options) -> Fp8Linear:
-    """An `Fp8Linear` with the parameters, the mode and all other attributes of `layer`."""
-    new = Fp8Linear.from_linear(layer, **options)
-    for name, value in vars(layer).items():
-        if name not in vars(new):
-            new.__dict__[name] = value
-    return new
