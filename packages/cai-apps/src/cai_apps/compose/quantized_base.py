@@ -16,7 +16,7 @@ from cai_apps.compose.blocks import blocks_of
 from cai_apps.config.sections import BaseKind
 from cai_kernels import QuantizedKind, QuantizedLinear
 from cai_mesh.errors import ConfigError
-from cai_mesh.layout import BoxedTensor, attach_to, canonical_name
+from cai_mesh.layout import BoxedTensor, attach_to, canonical_name, record_of
 
 MULTIPLE = {"nf4": 64, "int8": 1}
 """What divides the inputs of a layer: the width of a block that has one scale."""
@@ -80,9 +80,7 @@ class _Filler:
 
     def _replace(self, layer: nn.Linear) -> None:
         quantized = QuantizedLinear.from_linear(layer, self.base.kind)
-        name = canonical_name("weight", layer.weight)
-        attach_to(quantized, "weight", name=name)
-        attach_to(quantized, "scales", name=f"{name.removesuffix('weight')}scales")
+        attach_to(quantized, "weight", name=record_of(layer.weight).name)
         for parent, local in self._homes[layer]:
             setattr(parent, local, quantized)
         layer.weight = None  # type: ignore[assignment]  (what makes initial values knows the layer, and would keep it)
@@ -158,6 +156,12 @@ def codes_of(model: nn.Module) -> frozenset[str]:
     )
 
 
+def scales_of(model: nn.Module) -> frozenset[str]:
+    """Return the names of the scales of a model's quantized layers, which no file of plain weights has."""
+    layers = (name for name, module in model.named_modules() if isinstance(module, QuantizedLinear))
+    return frozenset(f"{name}.scales" for name in layers)
+
+
 def without_codes(model: nn.Module, weights: Mapping[str, BoxedTensor]) -> dict[str, BoxedTensor]:
     """Return weights by name, with the numbers that codes stand for, which are made as they are asked for.
 
@@ -169,7 +173,6 @@ def without_codes(model: nn.Module, weights: Mapping[str, BoxedTensor]) -> dict[
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             name = canonical_name(f"{name}.weight", module.weight)
-            plain.pop(f"{name.removesuffix('weight')}scales")
             plain[name] = _dequantized(module)
     return plain
 

@@ -22,7 +22,7 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
         weight: the codes, uint8 [out, in / 2] (nf4) or int8 [out, in]; a parameter without gradient.
-        scales: float32 [out, in / 64] (nf4) or [out, 1] (int8); a parameter without gradient.
+        scales: float32 [out, in / 64] (nf4) or [out, 1] (int8); a buffer, which nobody casts to the dtype of products.
         bias: a parameter [out], or None.
     """
 
@@ -50,7 +50,7 @@ class QuantizedLinear(nn.Module):
         codes = torch.zeros(shapes.codes, dtype=shapes.dtype, device=device)
         scales = torch.zeros(shapes.scales, dtype=torch.float32, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("scales", scales)
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
 
     @classmethod
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Module):
         new = cls(linear.in_features, linear.out_features, bias=False, device="meta", kind=kind)
         codes, scales = quantize(linear.weight, kind)
         new.weight = nn.Parameter(codes, requires_grad=False)
-        new.scales = nn.Parameter(scales, requires_grad=False)
+        new.scales = scales
         new.bias = linear.bias
         return new.train(linear.training)
 

@@ -105,7 +105,6 @@ def check_base(config: Config) -> None:
         "parallel.zero = 3": parallel.zero == 3,
         f'memory.residency = "{config.memory.residency}"': config.memory.residency != "device",
         f'precision.linear = "{precision.linear}"': precision.linear != "compute",
-        'precision.compute = "fp64"': precision.compute == "fp64",
     }
     conflict = next((name for name, holds in conflicts.items() if holds), None)
     if conflict is not None:

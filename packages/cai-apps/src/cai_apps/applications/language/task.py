@@ -33,7 +33,7 @@ from cai_apps.compose.models import (
     model_config_for,
 )
 from cai_apps.compose.positions import PositionsKnown
-from cai_apps.compose.quantized_base import check_quantized
+from cai_apps.compose.quantized_base import check_quantized, scales_of
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
@@ -320,8 +320,12 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     plain, weights = meta_model(model.config), session.weights.masters()
     if config.lora.rank:
         weights = merged(model, trained_weights(session), config.lora)
-    tensors = partial(saved_tensors, plain)
-    save_hf(model, directory, weights=weights, dtype=dtype, names=plain_name, tensors=tensors)
+    tensors, left = partial(saved_tensors, plain), scales_of(model)
+
+    def names(name: str) -> str | None:
+        return None if name in left else plain_name(name)
+
+    save_hf(model, directory, weights=weights, dtype=dtype, names=names, tensors=tensors)
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()
