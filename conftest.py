@@ -1,4 +1,4 @@
-"""What all suites share: a lock around tests that fill the machine, and budgets of what a suite starts.
+"""What all suites share: cases that are the matrix's, a lock around tests that fill the machine, and budgets.
 
 `CAI_TESTS_LOCK` names a file. Suites that run side by side hold it while they run four ranks or more, or a launcher.
 `CAI_TESTS_BUDGET` names a suite: at its end, what it started is held against its row of `tests/budgets.toml`. Counts of
@@ -85,6 +85,27 @@ def _watch_ranks() -> None:
 
 _holds: list[str] = []
 """The test that holds the machine as a whole."""
+
+
+@functools.cache
+def long_cases() -> dict[Path, tuple[str, ...]]:
+    """The cases of `tests/matrix.toml` by file."""
+    tables = tomllib.loads((ROOT / "tests" / "matrix.toml").read_text())
+    return {ROOT / path: tuple(table["cases"]) for path, table in tables.items()}
+
+
+def is_long(name: str, cases: tuple[str, ...]) -> bool:
+    """Whether a test of that name, with its case in brackets, is among cases."""
+    function = name.partition("[")[0]
+    return any(name.startswith(case[:-1]) if case[-1] == "*" else case in (name, function) for case in cases)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of `tests/matrix.toml`, before pytest leaves out what is marked so."""
+    for item in items:
+        if is_long(item.name, long_cases().get(item.path, ())):
+            item.add_marker(pytest.mark.matrix)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -131,6 +131,7 @@ def _prove(
         path if path.is_dir() else path.parent,
         house.ROOT / "pyproject.toml",
         house.ROOT / "conftest.py",
+        house.ROOT / "tests" / "matrix.toml",
         house.ROOT / house.README,
     ]
     content += [house.ROOT / "packages" / package / "README.md" for package in packages]

@@ -198,6 +198,28 @@ def test_the_workflow_has_a_job_for_every_session_of_ci():
     assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("nox -s ci")
 
 
+def test_long_cases_are_tests():
+    """A name that is no test any more would leave out nothing."""
+    for path, table in tomllib.loads((ROOT / "tests" / "matrix.toml").read_text()).items():
+        functions = re.findall(r"^def (test_\w+)\(", (ROOT / path).read_text(), re.M)
+        assert {case.partition("[")[0] for case in table["cases"]} <= {*functions}, path
+
+
+@pytest.mark.parametrize(
+    ("case", "matches"),
+    [
+        ("test_a", True),
+        ("test_a[one-2]", True),
+        ("test_a[one-*", True),
+        ("test_a[one]", False),
+        ("test_b*", False),
+    ],
+)
+def test_long_cases_are_told_by_name(case, matches, pytestconfig):
+    house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "is_long"))
+    assert house_conftest.is_long("test_a[one-2]", (case,)) == matches
+
+
 def test_every_suite_has_a_budget():
     budgets = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text())
     assert set(budgets) == {*house.SUITES, *house.PAIRS}

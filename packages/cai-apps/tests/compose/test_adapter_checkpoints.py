@@ -41,8 +41,8 @@ PAIRS = {
     "pipeline2": Case(pipeline=2),
 }
 LAYOUTS = ALONE | PAIRS
-OTHERS = (1, 4)
-"""How far down the list the layouts stand whose checkpoints one goes on from; the matrix takes all."""
+OTHERS = (4,)
+"""How far down the list the layout stands whose checkpoint one goes on from; the matrix takes all."""
 
 
 def config_of(layout: str, base: Path, lora: LoRA = LORA, dtype: str = "fp64"):

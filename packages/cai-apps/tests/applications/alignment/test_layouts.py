@@ -69,7 +69,7 @@ WIDE = {
 TOGETHER = {
     1: [
         *(("one", algorithm) for algorithm in OPTIONS),
-        *(("one-microbatches", "kto"), ("one-kernels", "dpo"), ("host", "kto"), ("one-compiled", "reward")),
+        *(("one-microbatches", "kto"), ("one-kernels", "dpo"), ("host", "kto")),
     ],
     2: [
         *(("data2-zero0", "orpo"), ("data2-zero2", "ipo"), ("data2-zero3", "dpo"), ("data2-zero3", "kto")),
