@@ -105,7 +105,7 @@ class QuantizedLinear(nn.Module):
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
-            changed = moved.dtype != tensor.dtype and any(tensor is each for each in stored)
+            changed = moved.dtype != tensor.dtype and any(tensor is parameter for parameter in stored)
             return tensor.to(moved.device) if changed else moved
 
         return super()._apply(move, recurse)

@@ -53,7 +53,8 @@ def quantize(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
     step = max(AT_ONCE // inputs, 1)
     for first in range(0, outputs, step):
         part = slice(first, first + step)
-        (_to_nf4 if kind == "nf4" else _to_int8)(weight[part].float(), codes[part], scales[part])
+        numbers = weight[part].float().contiguous()
+        (_to_nf4 if kind == "nf4" else _to_int8)(numbers, codes[part], scales[part])
     return codes, scales
 
 
