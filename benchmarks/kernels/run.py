@@ -41,7 +41,7 @@ APART = ("run", "case", "measure", "table")
 FIRST = (
     "linear_cross_entropy", "cross_entropy", "fp8_linear", "rms_norm", "gated", "rope", "layer_norm", "add_rms_norm",
     "softmax", "attention", "experts", "embedding", "dropout_add", "gelu_bias", "global_norm", "adamw",
-    "group_norm", "modulate",
+    "group_norm", "modulate", "quantized_linear",
 )  # fmt: skip
 Row = dict[str, Any]
 

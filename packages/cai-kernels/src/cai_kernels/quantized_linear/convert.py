@@ -68,7 +68,7 @@ def _check(model: nn.Module, names: dict[nn.Linear, str], kind: QuantizedKind) -
     """Raise `KernelError` for the first layer that cannot be quantized."""
     sharers: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in filter(None.__ne__, module._parameters.values()):
+        for _, parameter in module.named_parameters(recurse=False):
             sharers.setdefault(parameter, []).append(name)
     for layer, name in names.items():
         check_unchanged(name, layer, "chosen")

@@ -121,10 +121,11 @@ def quantized_linear(
     its codes again and keeps nothing else. One graph under torch.compile. Raises `KernelError` naming the argument that
     does not fit.
     """
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows = x
+    if torch.is_autocast_enabled(x.device.type) and x.dtype in _DTYPES:
+        rows = x.to(torch.get_autocast_dtype(x.device.type))
     form = "reference" if backend == "auto" and x.dtype == torch.float64 else choose(backend, x.device)
-    require("x", x, dtypes=_DTYPES if form == "triton" else _WIDE)
+    require("x", rows, dtypes=_DTYPES if form == "triton" else _WIDE)
     _check_stored(codes, scales, kind, like=x)
     inputs, outputs = features_of(codes, kind)
     if x.dim() == 0 or x.shape[-1] != inputs:
@@ -133,8 +134,8 @@ def quantized_linear(
         require("bias", bias, dtypes=_WIDE, like=x)
         if bias.shape != (outputs,):
             raise KernelError("bias does not fit codes", got=tuple(bias.shape), expected=f"({outputs},)")
-        bias = bias.to(x.dtype)
-    return operators.quantized_linear(x, codes, scales, bias, kind, form == "triton")
+        bias = bias.to(rows.dtype)
+    return operators.quantized_linear(rows, codes, scales, bias, kind, form == "triton")
 
 
 def _check_stored(

@@ -10,6 +10,7 @@ import torch
 from cai_kernels.errors import KernelError
 
 QuantizedKind = Literal["nf4", "int8"]
+KINDS = get_args(QuantizedKind)
 BLOCK = 64  # inputs that share a scale of nf4
 
 
@@ -30,7 +31,7 @@ class Shapes:
 
 def check_kind(kind: str) -> None:
     """Raise `KernelError` for a kind that is none."""
-    if kind not in get_args(QuantizedKind):
+    if kind not in KINDS:
         raise KernelError("unknown kind", got=repr(kind), expected="'nf4' or 'int8'")
 
 

@@ -105,19 +105,20 @@ class QuantizedLinear(nn.Module):
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
-            changed = moved.dtype != tensor.dtype and any(tensor is each for each in stored)
+            changed = moved.dtype != tensor.dtype and any(tensor is parameter for parameter in stored)
             return tensor.to(moved.device) if changed else moved
 
         return super()._apply(move, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load as any module does, but refuse a weight in full, which `copy_` would cut down to integers."""
-        codes = state_dict.get(prefix + "weight")
-        if isinstance(codes, torch.Tensor) and codes.dtype != self.weight.dtype:
-            raise KernelError(
-                f"{prefix}weight is no tensor of {self.kind} codes",
-                got=codes.dtype,
-                expected=self.weight.dtype,
-                fix="give the layer a weight in full by write_weight",
-            )
+        """Load as any module does, but refuse another dtype, which `copy_` would cast: a weight in full to integers."""
+        for name in ("weight", "scales"):
+            tensor, dtype = state_dict.get(prefix + name), getattr(self, name).dtype
+            if isinstance(tensor, torch.Tensor) and tensor.dtype != dtype:
+                raise KernelError(
+                    f"{prefix}{name} is not what a layer in {self.kind} stores",
+                    got=tensor.dtype,
+                    expected=dtype,
+                    fix="give the layer a weight in full by write_weight",
+                )
         super()._load_from_state_dict(state_dict, prefix, *rest)

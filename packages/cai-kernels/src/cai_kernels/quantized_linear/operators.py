@@ -6,6 +6,8 @@ but codes and scales, which the layer has anyhow.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 
 from cai_kernels.ops import define
@@ -13,11 +15,20 @@ from cai_kernels.quantized_linear import reference
 from cai_kernels.quantized_linear.kinds import features_of
 
 
+def _forms(triton: bool) -> ModuleType:
+    """Return the module with the form that runs."""
+    if not triton:
+        return reference
+    from cai_kernels.quantized_linear import triton as kernels
+
+    return kernels
+
+
 def _dequantize_weight(
     codes: torch.Tensor, scales: torch.Tensor, kind: str, dtype: torch.dtype, triton: bool
 ) -> torch.Tensor:
     """codes, scales -> the weight [out, in] in `dtype`."""
-    return reference.dequantize(codes, scales, kind, dtype)
+    return _forms(triton).dequantize(codes, scales, kind, dtype)
 
 
 def _empty_weight(
@@ -37,7 +48,7 @@ def _quantized_linear(
 ) -> torch.Tensor:
     """rows [..., in], bias [out] of the same dtype -> [..., out]."""
     with torch.autocast(rows.device.type, enabled=False):  # the caller has cast
-        return reference.quantized_linear(rows, codes, scales, bias, kind)
+        return _forms(triton).quantized_linear(rows, codes, scales, bias, kind)
 
 
 def _empty_product(
@@ -56,7 +67,7 @@ def _quantized_linear_backward(
 ) -> torch.Tensor:
     """upstream [..., out] -> the gradient of the input [..., in]."""
     with torch.autocast(upstream.device.type, enabled=False):
-        return reference.input_gradient(upstream, codes, scales, kind)
+        return _forms(triton).input_gradient(upstream, codes, scales, kind)
 
 
 def _empty_gradient(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
 from cai_kernels.quantized_linear.kinds import BLOCK, features_of, shapes_of
@@ -41,7 +42,8 @@ AT_ONCE = (
 @functools.cache
 def levels(device: torch.device) -> torch.Tensor:
     """Return the levels of nf4 on a device, float32 [16]; one tensor, so that calls copy nothing from the host."""
-    return torch.tensor(LEVELS, dtype=torch.float32, device=device)
+    with unset_fake_temporarily():  # later calls want values
+        return torch.tensor(LEVELS, dtype=torch.float32, device=device)
 
 
 def quantize(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +55,8 @@ def quantize(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tenso
     step = max(AT_ONCE // inputs, 1)
     for first in range(0, outputs, step):
         part = slice(first, first + step)
-        (_to_nf4 if kind == "nf4" else _to_int8)(weight[part].float(), codes[part], scales[part])
+        numbers = weight[part].float().contiguous()
+        (_to_nf4 if kind == "nf4" else _to_int8)(numbers, codes[part], scales[part])
     return codes, scales
 
 
