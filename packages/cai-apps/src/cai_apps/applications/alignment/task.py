@@ -39,6 +39,7 @@ from cai_apps.compose.models import (
     model_config_for,
     pretrained_directory,
 )
+from cai_apps.compose.quantized_base import check_quantized
 from cai_apps.compose.value_head import check_reward_model, has_stored_head
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
@@ -94,14 +95,15 @@ class AlignmentTask(LanguageTask):
         model = load_model_config(config.model.name)
         units = ALGORITHMS[config.alignment.algorithm].units
         check_first(config.data.source, units)  # before a base is trained
-        weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()
         if has_value_head(config):
             check_reward_model(model)
-            if weights is not None:
-                has_stored_head(weights, model)  # refuses what would be lost
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
+        check_quantized(built, config.lora.base)
+        weights = weights_directory(config) if config.model.weights == "pretrained" else None
+        if has_value_head(config) and weights is not None:
+            has_stored_head(weights, model)  # refuses what would be lost
         if config.lora.adapter is not None:
             check_adapter_of(config, built)
         check_keeps_documents_apart(meta_model(model), config.model.name)

@@ -141,7 +141,6 @@ class LanguageTask:
         check_made(config.model.name)
         if config.data.format == "chat":
             check_first(config.data.source)  # before a base is trained
-        weights = weights_directory(config) if config.model.weights == "pretrained" else None
         if config.lora.rank:
             need_peft()
         if config.lora.rank or config.model.neftune_alpha:
@@ -154,6 +153,7 @@ class LanguageTask:
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
+        weights = weights_directory(config) if config.model.weights == "pretrained" else None
         tokenizer = weights if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
