@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,14 @@ from layouts import VOCAB, Case, adamw, batch, full, parameters_of, rate, run_co
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
-from cai_apps.applications.language.task import export_hf, workload
+from cai_apps.applications.language.rules import check_base
+from cai_apps.applications.language.task import LanguageTask, export_hf, workload
 from cai_apps.compose.apply import apply
-from cai_apps.compose.models import load_model_config
+from cai_apps.compose.models import load_model_config, pretrained_directory
+from cai_apps.compose.quantized_base import bytes_saved, check_quantized
+from cai_apps.config.sections import Memory, Parallel, Precision, Tensor
 from cai_apps.data.tokenizer import train_tokenizer
+from cai_mesh.errors import ConfigError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
 peft = pytest.importorskip("peft")
@@ -180,3 +186,53 @@ def test_a_merged_export_is_the_base_in_codes_with_adapters(kind, home, runs, pl
             )
     for (name, value), (_, other) in zip(merged.named_parameters(), expected.named_parameters(), strict=True):
         assert (value - other).norm() <= 4e-3 * other.norm(), name  # codes are written in bfloat16
+
+
+def test_a_base_that_was_quantized_elsewhere_is_refused(home, tmp_path):
+    """As folders on the hub whose names end in bnb-4bit, GPTQ or AWQ."""
+    shutil.copytree(home / "base", tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    table = json.loads(file.read_text()) | {
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+        }
+    }
+    file.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="quantized already, by bitsandbytes") as refused:
+        pretrained_directory(str(tmp_path / "base"))
+    assert 'lora.base = "nf4"' in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": Parallel(tensor=Tensor(size=2))}, "parallel.tensor.size = 2"),
+        ({"parallel": Parallel(shard=2, zero=3)}, "parallel.zero = 3"),
+        ({"memory": Memory(residency="host")}, 'memory.residency = "host"'),
+        ({"precision": Precision(linear="fp8")}, 'precision.linear = "fp8"'),
+    ],
+)
+def test_what_does_not_go_with_a_quantized_base_is_refused(changes, message, home):
+    config = replace(config_of("one", "nf4", home / "base"), **changes)
+    with pytest.raises(ConfigError, match="whole on every rank") as refused:
+        check_base(config)
+    assert message in str(refused.value)
+
+
+def test_layers_that_blocks_of_64_do_not_fit_are_refused_by_name():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(96, 64).requires_grad_(False)])})
+    with pytest.raises(ConfigError, match="a scale for every 64 inputs") as refused:
+        check_quantized(model, "nf4")
+    assert "layers.0, with 96 inputs" in str(refused.value)
+    check_quantized(model, "int8")
+
+
+def test_the_plan_counts_codes_scales_and_one_weight_in_full(home):
+    config = config_of("one", "nf4", home / "base")
+    model = LanguageTask().workload(config).build()
+    per_block = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128
+    saved = bytes_saved(model, "nf4", 8)
+    assert saved == 4 * per_block * 8 - 4 * (per_block // 2 + per_block // 64 * 4) - 64 * 128 * 8

@@ -119,7 +119,7 @@ def pretrained_directory(name: str) -> Path:
 
     Raises:
         CheckpointError: the files of its weights are not sound.
-        ConfigError: a preset, which has no weights, or nothing with safetensors under this name.
+        ConfigError: a preset, which has no weights, nothing with safetensors under this name, or weights in codes.
     """
     if name in presets():
         bases = [preset for preset in presets() if base_training(preset) is not None]
@@ -128,6 +128,7 @@ def pretrained_directory(name: str) -> Path:
             expected=f"an HF directory, a hub id, or a base that is trained here: {', '.join(bases)}",
             fix='set model.name to one, or model.weights to "random"',
         )
+    _check_unquantized(name)
     directory = Path(name).expanduser()
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
@@ -140,6 +141,21 @@ def pretrained_directory(name: str) -> Path:
     check_weights(directory)
     weight_files(directory, error=ConfigError)
     return directory
+
+
+def _check_unquantized(name: str) -> None:
+    """Raise ConfigError for weights that a library has quantized, before they are downloaded."""
+    quantization = read_model_config(name).get("quantization_config")
+    if quantization:
+        method = (
+            quantization.get("quant_method", "a library") if isinstance(quantization, dict) else "a library"
+        )
+        raise ConfigError(
+            f"the weights of {name!r} are quantized already, by {method}",
+            got="quantization_config in its config.json",
+            expected="weights in bfloat16, float16 or float32",
+            fix='take the model that these were made of; lora.base = "nf4" or "int8" quantizes it while it is read',
+        )
 
 
 def model_config_for(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
