@@ -235,13 +235,22 @@ def test_a_plan_for_programs(recipe, capsys):
     assert recipes.load(recipe).application == facts["config"]["application"]
 
 
-@pytest.mark.parametrize(("recipe", "learned"), [("lora-8b", 41_943_040), ("sft-8b", 8_030_261_248)])
+@pytest.mark.parametrize(("recipe", "learned"), [("qlora-70b", 207_093_760), ("sft-8b", 8_030_261_248)])
 def test_recipes_for_fine_tuning_fit_gpus_of_80_gb(recipe, learned, capsys):
     """They name a shape, which is all that a plan reads; a run asks for a model."""
     assert main(["plan", recipe, "--gpu-memory", "80GB", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True
     assert facts["parameters"] - facts["frozen"] == learned
+
+
+def test_a_base_in_codes_makes_a_small_gpu_enough(capsys):
+    """What is too large for a GPU of 16 GB is told to be quantized, and fits then."""
+    assert main(["plan", "lora-8b", "--gpu-memory", "16GB"]) == 0
+    assert "it fits with lora.base = nf4 on 1 rank" in capsys.readouterr().out
+    assert main(["plan", "lora-8b", "--gpu-memory", "16GB", "--lora.base", "nf4"]) == 0
+    text = capsys.readouterr().out
+    assert "fits 14.90 GiB" in text and "memory.residency" not in text
 
 
 def test_what_makes_it_fit_for_programs(capsys):

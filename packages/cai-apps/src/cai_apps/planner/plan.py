@@ -110,7 +110,8 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
     stages = tuple(_stage(config, workload, rank, saved) for rank in range(config.parallel.pipeline.size))
     full_model, spec = on_meta(workload), mesh_spec(config)
     trained, frozen = elements(full_model)
-    needs = offload_needs(config, full_model, stages[0].activations) if ranks == 1 else None
+    may_offload = ranks == 1 and workload.quantized is None
+    needs = offload_needs(config, full_model, stages[0].activations) if may_offload else None
     axes = {axis: spec.sizes()[axis] for axis in AXES}
     return Plan(config, device.type, ranks, trained + frozen, frozen, axes, stages, needs)
 
