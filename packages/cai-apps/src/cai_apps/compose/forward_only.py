@@ -13,8 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.apply import transform
 from cai_apps.compose.forwards import scores
-from cai_apps.compose.materialize import materialize
-from cai_apps.compose.sharding import DTYPES, load_pretrained, shard_frozen, share_tied
+from cai_apps.compose.materialize import InitialValues, materialize
+from cai_apps.compose.sharding import (
+    DTYPES,
+    load_pretrained,
+    shard_initial,
+    sharding_options,
+    share_tied,
+)
 from cai_apps.compose.workload import Batch, Loss, Score, Workload, on_meta
 from cai_apps.config.memory import offloads
 from cai_apps.config.sections import RunConfig
@@ -22,6 +28,7 @@ from cai_apps.config.validation import mesh_spec, microbatches
 from cai_gemini import HostModel
 from cai_mesh.comm import build_mesh
 from cai_pipeline import PipelineRunner
+from cai_zero import ModuleSharding, sharding_of
 
 
 @dataclass
@@ -58,24 +65,11 @@ def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> Fr
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
     model = on_meta(workload).requires_grad_(False)
     loss = transform(config, workload, model, mesh, device=device)
-    compute, is_random = DTYPES[config.precision.compute], workload.pretrained is None
     on_host = offloads(config, mesh.size()) and config.parallel.zero != 3
-    materialize(
-        model,
-        workload.initializer,
-        seed=config.train.seed,
-        dtype=torch.promote_types(compute, torch.float32) if is_random else compute,
-        device=torch.device("cpu") if on_host else device,
-        pretrained=not is_random,
-    )
-    for param in model.parameters():  # random values are those of master weights, rounded
-        param.data = param.data.to(compute)
-    share_tied(model)
-    load_pretrained(workload, model)
+    sharding = _place(config, workload, model, mesh, torch.device("cpu") if on_host else device)
     present: AbstractContextManager[Any] = nullcontext()
     if on_host:
         present = HostModel(model, device, workload.layers(model))
-    sharding = shard_frozen(config, model, mesh) if config.parallel.zero == 3 else None
     runner = PipelineRunner(
         model,
         mesh,
@@ -86,3 +80,32 @@ def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> Fr
         wire=config.parallel.pipeline.wire,
     )
     return FrozenModel(mesh, model, runner, workload, loss, present, sharding is not None)
+
+
+def _place(
+    config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, device: torch.device
+) -> ModuleSharding | None:
+    """Give a model its values in the compute dtype, in stage 3 to each rank its part; returns the sharding then.
+
+    Random values are those of master weights, rounded.
+    """
+    compute, is_random = DTYPES[config.precision.compute], workload.pretrained is None
+    options = {
+        "seed": config.train.seed,
+        "dtype": torch.promote_types(compute, torch.float32) if is_random else compute,
+        "device": device,
+        "pretrained": not is_random,
+    }
+    if config.parallel.zero == 3:
+        for param in model.parameters():
+            param.data = param.data.to(compute)
+        values = InitialValues(model, workload.initializer, **options)
+        shard_initial(model, mesh, values, device=device, **sharding_options(config, mesh))
+        load_pretrained(workload, model)
+        return sharding_of(model)
+    materialize(model, workload.initializer, **options)
+    for param in model.parameters():
+        param.data = param.data.to(compute)
+        share_tied(param, param)
+    load_pretrained(workload, model)
+    return None

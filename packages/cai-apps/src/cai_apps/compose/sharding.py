@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.materialize import InitialValues, materialize
@@ -25,7 +25,6 @@ from cai_zero import (
     Compression,
     Gather,
     MixedPrecision,
-    ModuleSharding,
     shard_module,
     shard_optimizer,
     sharding_of,
@@ -56,6 +55,8 @@ def place_weights(
         weights = _offload(config, workload, model, mesh, precision, device)
         load_pretrained(workload, model)
         return weights
+    if config.parallel.zero == 3:
+        return _shard_module(config, workload, model, mesh, precision, device)
     materialize(
         model,
         workload.initializer,
@@ -66,24 +67,25 @@ def place_weights(
         pretrained=workload.pretrained is not None,
         finished=None if workload.quantized is None else workload.quantized.filler(model),
     )
-    share_tied(model)
+    for param in model.parameters():
+        share_tied(param, param)
     load_pretrained(workload, model)
-    return (_shard_module if config.parallel.zero == 3 else _shard_optimizer)(config, model, mesh, precision)
+    return _shard_optimizer(config, model, mesh, precision)
 
 
 @torch.no_grad()
-def share_tied(model: nn.Module) -> None:
-    """Let parameters that several stages hold start as their owner's.
+def share_tied(param: nn.Parameter, values: Tensor) -> Tensor:
+    """Return the owner's values of a parameter that several stages hold, in place. Collective over these stages.
 
     A stage gives them the values of its own kind of layer; an embedding's differ from those of the head it is tied to
     (the row of padding).
     """
-    for param in model.parameters():
-        spec = reduce_of(param)
-        if spec.tied is not None:
-            if not spec.owner:
-                param.zero_()
-            all_reduce(param, spec.tied)
+    spec = reduce_of(param)
+    if spec.tied is not None:
+        if not spec.owner:
+            values.zero_()
+        all_reduce(values, spec.tied)
+    return values
 
 
 def load_pretrained(workload: Workload, model: nn.Module) -> None:
@@ -101,20 +103,7 @@ def _offload(
     device: torch.device,
 ) -> Weights:
     """Put initial values into host memory chunk by chunk; at most one block is on the device meanwhile."""
-    master = precision.master or torch.float32
-    values = InitialValues(
-        model,
-        workload.initializer,
-        seed=config.train.seed,
-        dtype=master,
-        device=device,
-        frozen=precision.compute,
-        pretrained=workload.pretrained is not None,
-    )
-    for param in model.parameters():
-        dtype = master if param.requires_grad else precision.compute
-        param.data = param.data.to(dtype)  # a meta tensor: only its dtype
-    memory = config.memory
+    values, memory = _initial_values(config, workload, model, precision, device), config.memory
     _, offloaded = offload(
         model,
         make_optimizer(config, model, mesh, offloaded=True),
@@ -130,11 +119,54 @@ def _offload(
     return Offloaded(model, offloaded, sync=None)  # backward after backward, gradients add up where they are
 
 
+def _initial_values(
+    config: RunConfig, workload: Workload, model: nn.Module, precision: MixedPrecision, device: torch.device
+) -> InitialValues:
+    """Return the initial values of a model on the meta device, whose parameters get the dtypes that they will have."""
+    master = precision.master or precision.compute
+    for param in model.parameters():
+        param.data = param.data.to(master if param.requires_grad else precision.compute)
+    return InitialValues(
+        model,
+        workload.initializer,
+        seed=config.train.seed,
+        dtype=master,
+        device=device,
+        frozen=precision.compute,
+        pretrained=workload.pretrained is not None,
+    )
+
+
+def shard_initial(model: nn.Module, mesh: DeviceMesh, values: InitialValues, **options: Any) -> None:
+    """Shard a model on the meta device, block by block as it gets its values. Collective.
+
+    Args:
+        model: the model; no rank ever holds more than a block of it in full.
+        mesh: the mesh of the ranks.
+        values: the values of its parameters.
+        options: those of `cai_zero.shard_module`.
+    """
+
+    def make(name: str, param: nn.Parameter) -> Tensor:
+        return share_tied(param, values(name, param))
+
+    shard_module(model, mesh, materialize=make, **options)
+    values.finish()
+
+
 def _shard_module(
-    config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecision,
+    device: torch.device,
 ) -> Weights:
     residency = _residency(config.memory)
-    shard_module(model, mesh, precision=precision, residency=residency, **_sharding_options(config, mesh))
+    values = _initial_values(config, workload, model, precision, device)
+    options = {"precision": precision, "residency": residency, "device": device}
+    shard_initial(model, mesh, values, **options, **sharding_options(config, mesh))
+    load_pretrained(workload, model)
     optimizer = make_optimizer(config, model, mesh, offloaded=residency is not None)
     sharding = sharding_of(model)
     if residency is not None:
@@ -142,13 +174,7 @@ def _shard_module(
     return Sharded(model, optimizer, sharding, mesh)
 
 
-def shard_frozen(config: RunConfig, model: nn.Module, mesh: DeviceMesh) -> ModuleSharding:
-    """Shard a model that does not learn, in the compute dtype, over the ranks of stage 3."""
-    shard_module(model, mesh, **_sharding_options(config, mesh))
-    return sharding_of(model)
-
-
-def _sharding_options(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
+def sharding_options(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """Return how the shards of stage 3 travel."""
     return {
         "gather": Gather(copy_engines=_copy_engines(config, mesh)),
