@@ -78,12 +78,14 @@ def _write_int8(codes_ptr, scales_ptr, weight_ptr, inputs, VALUES: tl.constexpr,
 
 
 @triton.jit
-def _weight_tile(stored, column, first, shape, NF4: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr):
+def _weight_tile(
+    stored, column, first, shape, FOUR_BITS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
+):
     """The numbers of some outputs [COLUMNS], inputs `first` to first + DEPTH, float32; zeros outside."""
     codes_ptr, scales_ptr, levels_ptr = stored
     _, inputs, outputs = shape
     inside = (column < outputs)[:, None]
-    if NF4:
+    if FOUR_BITS:
         byte = first // 2 + tl.arange(0, DEPTH // 2)[None, :]
         codes = tl.load(
             codes_ptr + column[:, None] * (inputs // 2) + byte, mask=inside & (byte < inputs // 2), other=0
@@ -107,7 +109,7 @@ def _weight_tile(stored, column, first, shape, NF4: tl.constexpr, DEPTH: tl.cons
 @triton.jit
 def _multiply(
     rows_ptr, stored, bias_ptr, out_ptr, shape, rows_stride,
-    NF4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    FOUR_BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows [T, in] @ Wᵀ, computed as its transpose: the weight, in registers, is the first operand."""
@@ -120,7 +122,7 @@ def _multiply(
         at = first + tl.arange(0, DEPTH)
         inside = (at < inputs)[:, None] & (row < count)[None, :]
         values = tl.load(rows_ptr + row[None, :] * rows_stride + at[:, None], mask=inside, other=0.0)
-        weight = _weight_tile(stored, column, first, shape, NF4, DEPTH, PTX)
+        weight = _weight_tile(stored, column, first, shape, FOUR_BITS, DEPTH, PTX)
         total = dot(_rounded(weight, values.dtype, PTX), values, total, PRECISION)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column < outputs, other=0.0)
@@ -203,7 +205,7 @@ def in_tiles(
         out,
         (count, inputs, outputs),
         rows.stride(0),
-        NF4=kind == "nf4",
+        FOUR_BITS=kind == "nf4",
         ROWS=high,
         COLUMNS=wide,
         DEPTH=depth,
