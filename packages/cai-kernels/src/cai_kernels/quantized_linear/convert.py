@@ -31,7 +31,8 @@ def convert_to_quantized(
 
     Returns the names of the converted layers, in the order of `model.named_modules()`. Raises `KernelError`, with the
     model unchanged, if nothing is chosen, or if a chosen layer trains its weight, shares it with another module, was
-    changed by another transform, does not fit the kind or is not finite (one wait for a GPU in all).
+    changed by another transform, does not fit the kind or is not finite. A GPU is waited for once before, and once a
+    layer.
     """
     check_kind(kind)
     if type(model) is nn.Linear:

@@ -26,6 +26,8 @@ class QuantizedLinear(nn.Module):
         bias: a parameter [out], or None.
     """
 
+    scales: torch.Tensor
+
     def __init__(
         self,
         in_features: int,
