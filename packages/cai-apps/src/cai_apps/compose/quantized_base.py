@@ -46,7 +46,7 @@ class _Filler:
     """Quantizes the layers of one model, in place.
 
     Args:
-        base: how.
+        base: the kind, and what reads the files.
         model: the model.
         layers: the layers by name, as long as they are not quantized.
     """

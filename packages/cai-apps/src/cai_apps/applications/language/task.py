@@ -320,10 +320,10 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     plain, weights = meta_model(model.config), session.weights.masters()
     if config.lora.rank:
         weights = merged(model, trained_weights(session), config.lora)
-    tensors, left = partial(saved_tensors, plain), scales_of(model)
+    tensors, scales = partial(saved_tensors, plain), scales_of(model)
 
     def names(name: str) -> str | None:
-        return None if name in left else plain_name(name)
+        return None if name in scales else plain_name(name)
 
     save_hf(model, directory, weights=weights, dtype=dtype, names=names, tensors=tensors)
     if dist.get_rank() == 0:

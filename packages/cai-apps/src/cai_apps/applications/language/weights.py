@@ -49,8 +49,8 @@ def pretrained(
     read = reader(config)
 
     def load(model: nn.Module) -> None:
-        left = codes_of(model) | absent()
-        read(model, lambda name: name not in left)
+        unread = codes_of(model) | absent()
+        read(model, lambda name: name not in unread)
         if config.lora.adapter is not None:
             load_adapter(model, config.lora.adapter)
 
