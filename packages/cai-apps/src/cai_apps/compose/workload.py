@@ -67,7 +67,7 @@ class Workload:
         pretrained: fills the model's parameters, on any layout, from files. Collective. None: initial values stay.
         has_base: whether its frozen parameters are those of a base that the run knows by its content (`Task.base`):
             checkpoints lack them, and `pretrained` fills them again when a run goes on.
-        quantized: the way its frozen layers are quantized while it is filled, before `pretrained` fills the others; None:
+        quantized: the way frozen layers are quantized while it is filled, before `pretrained` fills the others; None:
             they are not.
         layers: the layers of the model, or of a stage's part of it: each is one graph where layers are compiled, and is
             run again as a whole in backward where they are recomputed; none is part of another.
