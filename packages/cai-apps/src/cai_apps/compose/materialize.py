@@ -288,14 +288,19 @@ def _sites(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]
     return [(m, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
 
 
+def local_part(full: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of the full values of a parameter, by its layout."""
+    layout = layout_of(param)
+    if not layout.sharded_axes:
+        return full
+    values = torch.empty(layout.local_shape, dtype=full.dtype, device=full.device)
+    for index, box in layout.slices():
+        values[index] = full[box.slices()]
+    return values
+
+
 def _part(full: torch.Tensor, meta: nn.Parameter) -> nn.Parameter:
     """Return this rank's part of an initialized parameter, with everything that was attached to its meta twin."""
-    layout = layout_of(meta)
-    values = full
-    if layout.sharded_axes:
-        values = torch.empty(layout.local_shape, dtype=full.dtype, device=full.device)
-        for index, box in layout.slices():
-            values[index] = full[box.slices()]
-    part = nn.Parameter(values, requires_grad=meta.requires_grad)
+    part = nn.Parameter(local_part(full, meta), requires_grad=meta.requires_grad)
     part.__dict__.update({k: v for k, v in meta.__dict__.items() if k.startswith("cai_")})
     return part

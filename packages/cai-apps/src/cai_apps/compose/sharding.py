@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cai_apps.compose.materialize import InitialValues, materialize
+from cai_apps.compose.materialize import InitialValues, local_part, materialize
 from cai_apps.compose.optimizers import make_optimizer
 from cai_apps.compose.weights import Offloaded, Replicated, Sharded, Weights
 from cai_apps.compose.workload import Workload
@@ -148,7 +148,7 @@ def shard_initial(model: nn.Module, mesh: DeviceMesh, values: InitialValues, **o
     """
 
     def make(name: str, param: nn.Parameter) -> Tensor:
-        return share_tied(param, values(name, param))
+        return share_tied(param, local_part(values(name, param), param))
 
     shard_module(model, mesh, materialize=make, **options)
     values.finish()
