@@ -14,13 +14,14 @@ from layouts import VOCAB, Case, adamw, batch, full, parameters_of, rate, run_co
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
+from cai_apps.applications.language.generate import Drawing, _model, continued, place_of
 from cai_apps.applications.language.rules import check_base
 from cai_apps.applications.language.task import LanguageTask, export_hf, workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.models import load_model_config, pretrained_directory
 from cai_apps.compose.quantized_base import bytes_saved, check_quantized
 from cai_apps.config.sections import Memory, Parallel, Precision, Tensor
-from cai_apps.data.tokenizer import train_tokenizer
+from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -236,3 +237,24 @@ def test_the_plan_counts_codes_scales_and_one_weight_in_full(home):
     per_block = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 64 * 128
     saved = bytes_saved(model, "nf4", 8)
     assert saved == 4 * per_block * 8 - 4 * (per_block // 2 + per_block // 64 * 4) - 64 * 128 * 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_generates_has_the_same_numbers(kind, adapted, home, tmp_path):
+    """The base as transformers opens it, rounded by numpy, beside an adapter that peft has written."""
+    expected, adapter = plain_base(home / "base", kind).float(), None
+    if adapted:
+        torch.manual_seed(0)
+        options = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        expected, adapter = peft.get_peft_model(expected, options), tmp_path / "adapter"
+        expected.save_pretrained(adapter)
+    place = place_of(home / "base", adapter, str(tmp_path / "cache"), kind)
+    ids = batch(0)[0]
+    with torch.no_grad():
+        got = _model(place, torch.device("cpu"))(input_ids=ids).logits
+        torch.testing.assert_close(got, expected.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    tokenizer = load_tokenizer(home / "tokenizer")
+    text = continued(place, tokenizer, ids[0, :8].tolist(), Drawing(8, 0.0))
+    drawn = expected.generate(input_ids=ids[:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert text == tokenizer.decode(drawn[0], skip_special_tokens=True)

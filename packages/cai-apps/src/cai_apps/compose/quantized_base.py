@@ -122,6 +122,18 @@ def check_quantized(model: nn.Module, kind: BaseKind) -> None:
             )
 
 
+def quantized_share(model: nn.Module, kind: BaseKind) -> str:
+    """Return a line that says how much of what does not learn is quantized: experts that share a tensor are not.
+
+    Args:
+        model: the model with its adapters, on any device.
+        kind: "nf4" or "int8".
+    """
+    frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    inside_codes = sum(layer.weight.numel() for layer in quantized_layers(model).values())
+    return f"{kind} holds {inside_codes:,} of {frozen:,} frozen weights"
+
+
 def bytes_saved(model: nn.Module, kind: QuantizedKind, width: int) -> int:
     """Return by how many bytes the frozen layers of a model are smaller when they are quantized.
 

@@ -21,6 +21,7 @@ from cai_apps.applications.language.noise import NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.task import (
     LanguageTask,
+    base_line,
     check_adapter_of,
     check_enough,
     export_adapter,
@@ -132,7 +133,7 @@ class AlignmentTask(LanguageTask):
         return (
             f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
             f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
-            f"{config.model.name} by {config.alignment.algorithm} on {prepared.units:,} {noun}"
+            f"{base_line(config)}{config.model.name} by {config.alignment.algorithm} on {prepared.units:,} {noun}"
         )
 
     def origin(self, prepared: Preferences) -> Origin:

@@ -33,7 +33,7 @@ from cai_apps.compose.models import (
     model_config_for,
 )
 from cai_apps.compose.positions import PositionsKnown
-from cai_apps.compose.quantized_base import check_quantized, scales_of
+from cai_apps.compose.quantized_base import check_quantized, quantized_share, scales_of
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
@@ -171,14 +171,14 @@ class LanguageTask:
 
     def announce(self, config: Config, prepared: Documents) -> str:
         if config.data.format == "text":
-            return f"{config.model.name} on {prepared.tokens:,} tokens of text"
+            return f"{base_line(config)}{config.model.name} on {prepared.tokens:,} tokens of text"
         about = "\n".join(length_report(prepared).lines())
         training, _ = _split(config, prepared)
         times = config.train.steps * config.train.global_batch / training.size
         return (
             f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
             f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
-            f"{config.model.name} on {prepared.count:,} conversations"
+            f"{base_line(config)}{config.model.name} on {prepared.count:,} conversations"
         )
 
     def origin(self, prepared: Documents) -> Origin:
@@ -254,6 +254,14 @@ class LanguageTask:
             print(f"sample         {_sample_or_reason(job)}")
 
 
+def base_line(config: Config) -> str:
+    """Return a line that says how much of a run's base is quantized, or nothing where none is."""
+    if config.lora.base == "compute":
+        return ""
+    model = on_meta(config, load_model_config(config.model.name))
+    return f"{quantized_share(model, config.lora.base)}\n"
+
+
 def check_enough(config: Config, size: int) -> None:
     """Raise DataError where a global batch has more samples than the data.
 
@@ -294,10 +302,12 @@ def _sample(job: Job) -> str:
     """Text of the exported model; of conversations, what it answers where the first of them is answered."""
     drawing = Drawing(job.config.log.sample_tokens)
     if job.config.data.format == "text":
-        return generate(job.run.export, drawing=drawing, cache=job.config.data.cache)
+        return generate(
+            job.run.export, drawing=drawing, cache=job.config.data.cache, base=job.config.lora.base
+        )
     documents: Documents = job.task.documents(job.prepared)  # type: ignore[attr-defined]
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
-    place = place_of(job.run.export, cache=job.config.data.cache)
+    place = place_of(job.run.export, cache=job.config.data.cache, base=job.config.lora.base)
     return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
 
 

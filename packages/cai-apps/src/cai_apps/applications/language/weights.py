@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -17,22 +18,31 @@ from cai_apps.compose.quantized_base import QuantizedBase, Read, codes_of
 from cai_mesh.checkpoint import load_hf
 
 
-def reader(config: Config) -> Read:
-    """Return what fills parameters of a model from the files of a config's weights."""
-    tensors = partial(present_tensors, meta_model(load_model_config(config.model.name)))
+def reader(name: str, directory: Callable[[], Path]) -> Read:
+    """Return what fills parameters of a model from files.
+
+    Args:
+        name: the name that the model's config is found by.
+        directory: a function that returns the directory of the files.
+    """
+    tensors = partial(present_tensors, meta_model(load_model_config(name)))
 
     def read(model: nn.Module, chosen: Callable[[str], bool]) -> None:
-        def names(name: str) -> str | None:
-            return plain_name(name) if chosen(name) else None
+        def names(parameter: str) -> str | None:
+            return plain_name(parameter) if chosen(parameter) else None
 
-        load_hf(model, weights_directory(config), names=names, tensors=tensors)
+        load_hf(model, directory(), names=names, tensors=tensors)
 
     return read
 
 
+def _reader(config: Config) -> Read:
+    return reader(config.model.name, partial(weights_directory, config))
+
+
 def quantized_base(config: Config) -> QuantizedBase | None:
     """Return how the base of a config is quantized; None: it is not."""
-    return None if config.lora.base == "compute" else QuantizedBase(config.lora.base, reader(config))
+    return None if config.lora.base == "compute" else QuantizedBase(config.lora.base, _reader(config))
 
 
 def pretrained(
@@ -46,7 +56,7 @@ def pretrained(
     """
     if config.model.weights != "pretrained":
         return None
-    read = reader(config)
+    read = _reader(config)
 
     def load(model: nn.Module) -> None:
         unread = codes_of(model) | absent()

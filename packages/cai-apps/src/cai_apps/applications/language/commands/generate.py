@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from cai_apps.config import file as config_file
 from cai_apps.config.arguments import parse
 from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED
+from cai_apps.config.sections import BaseKind
 from cai_apps.run.files.directory import RunDirectory
 
 
@@ -21,6 +23,9 @@ class Arguments:
     """HF model directory, a folder of peft with an adapter, or a run directory with an export."""
     adapter: Annotated[Path | None, FILLED] = None
     """Folder of peft with an adapter for the model."""
+    base: BaseKind | None = None
+    """What the linear layers of the model's blocks are kept in: 'nf4' and 'int8' take 4 and 8 bits an element. Default:
+    that of the run, or the dtype of the files."""
     prompt: str = "def "
     chat: bool = False
     """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed."""
@@ -37,9 +42,12 @@ def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="generate")
     from cai_apps.applications.language.generate import Drawing, generate
 
-    run_directory = RunDirectory(options.directory)
-    directory = run_directory.export if run_directory.config_file.is_file() else options.directory
+    run_directory, base = RunDirectory(options.directory), options.base
+    directory = options.directory
+    if run_directory.config_file.is_file():
+        directory = run_directory.export
+        base = base or config_file.parse(run_directory.config_file).get("lora", {}).get("base")
     drawing = Drawing(options.tokens, options.temperature, options.seed)
-    how = {"special_tokens": options.special_tokens, "chat": options.chat}
+    how = {"special_tokens": options.special_tokens, "chat": options.chat, "base": base or "compute"}
     print(generate(directory, options.prompt, drawing, adapter=options.adapter, **how))
     return 0
