@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.apply import transform
 from cai_apps.compose.forwards import scores
 from cai_apps.compose.materialize import InitialValues, materialize
+from cai_apps.compose.quantized_base import quantized_layers
 from cai_apps.compose.sharding import (
     DTYPES,
     load_pretrained,
@@ -63,10 +64,14 @@ def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> Fr
     Collective: every rank of the job calls it. Raises `CaiError`s of the transforms before any memory is allocated.
     """
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
-    model = on_meta(workload).requires_grad_(False)
+    model = on_meta(workload)
+    frozen = frozenset(
+        quantized_layers(model)
+    )  # of the model that learns: adapters are not quantized here either
+    model.requires_grad_(False)
     loss = transform(config, workload, model, mesh, device=device)
     on_host = offloads(config, mesh.size()) and config.parallel.zero != 3
-    sharding = _place(config, workload, model, mesh, torch.device("cpu") if on_host else device)
+    sharding = _place(config, workload, model, mesh, torch.device("cpu") if on_host else device, frozen)
     present: AbstractContextManager[Any] = nullcontext()
     if on_host:
         present = HostModel(model, device, workload.layers(model))
@@ -83,11 +88,17 @@ def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> Fr
 
 
 def _place(
-    config: RunConfig, workload: Workload, model: nn.Module, mesh: DeviceMesh, device: torch.device
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    device: torch.device,
+    frozen: Collection[str],
 ) -> ModuleSharding | None:
     """Give a model its values in the compute dtype, in stage 3 to each rank its part; returns the sharding then.
 
-    Random values are those of master weights, rounded.
+    Random values are those of master weights, rounded. Layers of the names `frozen` are quantized where the workload
+    says so.
     """
     compute, is_random = DTYPES[config.precision.compute], workload.pretrained is None
     options = {
@@ -103,9 +114,11 @@ def _place(
         shard_initial(model, mesh, values, device=device, **sharding_options(config, mesh))
         load_pretrained(workload, model)
         return sharding_of(model)
-    materialize(model, workload.initializer, **options)
+    finished = None if workload.quantized is None else workload.quantized.filler(model, frozen)
+    materialize(model, workload.initializer, **options, finished=finished)
     for param in model.parameters():
-        param.data = param.data.to(compute)
+        if param.is_floating_point():  # codes are not
+            param.data = param.data.to(compute)
         share_tied(param, param)
     load_pretrained(workload, model)
     return None

@@ -6,7 +6,7 @@ is there in full. What is multiplied is the quantized weight, in training as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -36,9 +36,17 @@ class QuantizedBase:
     kind: QuantizedKind
     read: Read
 
-    def filler(self, model: nn.Module) -> Callable[[Sequence[nn.Module]], None]:
-        """Return what is called with modules that have memory: it reads and quantizes their weights."""
-        return _Filler(self, model, quantized_layers(model))
+    def filler(
+        self, model: nn.Module, names: Collection[str] | None = None
+    ) -> Callable[[Sequence[nn.Module]], None]:
+        """Return what is called with modules that have memory: it reads and quantizes their weights.
+
+        Args:
+            model: the model, before it is filled.
+            names: names of its layers that are quantized; None: `quantized_layers`.
+        """
+        layers = quantized_layers(model)
+        return _Filler(self, model, {name: layers[name] for name in layers if names is None or name in names})
 
 
 @dataclass

@@ -229,7 +229,7 @@ def reference_workload(config: Config, job: Job) -> tuple[Workload, dict[str, An
         config = replace(config, model=model, lora=type(config.lora)())
     shape = model_config_for(config.model.name, tokenizer)
     facts: dict[str, Any] = {"model": shape.to_dict(), "compute": config.precision.compute}
-    facts["linear"] = config.precision.linear
+    facts |= {"linear": config.precision.linear, "base": config.lora.base}
     if config.model.weights == "pretrained":
         facts["weights"] = digest_of_weights({"": weights_directory(config)}, config.data.cache)
         if config.lora.adapter is not None:
