@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 from trl_toys import PAIRS, pair, write_model, write_records
 
 from cai_apps.cli import main
@@ -60,3 +62,29 @@ def test_before_the_first_step_nothing_is_better(losses):
 @pytest.mark.matrix
 def test_a_reference_beside_the_model_is_the_same(losses):
     assert losses("model") == pytest.approx(losses("computed"), rel=1e-5)
+
+
+@pytest.mark.matrix
+def test_a_reward_model_beside_codes_goes_on_and_is_merged(tmp_path, capsys):
+    model = write_model(tmp_path / "model", 1, hidden_size=64, intermediate_size=128)
+    values = OPTIONS | {
+        "model.name": model,
+        "data.cache": tmp_path / "cache",
+        "log.directory": tmp_path / "run",
+    }
+    values["data.source"] = write_records(tmp_path / "pairs.jsonl", [pair(*texts) for texts in PAIRS] * 3)
+    for steps in (2, 4):
+        words = values | {"train.steps": steps}
+        assert main(["train", "rm", *(f"--{key}={value}" for key, value in words.items())]) == 0
+    shown = re.search(r"nf4 holds ([\d,]+) of ([\d,]+) frozen weights", capsys.readouterr().out)
+    linear = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    others = 640 * 64 + 5 * 64  # the embedding and the norms
+    assert shown is not None and [int(number.replace(",", "")) for number in shown.groups()] == [
+        linear,
+        linear + others,
+    ]
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
+    opened = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "merged", num_labels=1, output_loading_info=True
+    )
+    assert not opened[1]["missing_keys"] and not opened[1]["unexpected_keys"]

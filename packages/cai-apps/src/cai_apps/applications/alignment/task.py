@@ -133,7 +133,8 @@ class AlignmentTask(LanguageTask):
         return (
             f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
             f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
-            f"{base_line(config)}{config.model.name} by {config.alignment.algorithm} on {prepared.units:,} {noun}"
+            f"{base_line(config, maker_of(config))}"
+            f"{config.model.name} by {config.alignment.algorithm} on {prepared.units:,} {noun}"
         )
 
     def origin(self, prepared: Preferences) -> Origin:

@@ -254,11 +254,16 @@ class LanguageTask:
             print(f"sample         {_sample_or_reason(job)}")
 
 
-def base_line(config: Config) -> str:
-    """Return a line that says how much of a run's base is quantized, or nothing where none is."""
+def base_line(config: Config, make: Maker = causal_model) -> str:
+    """Return a line that says how much of a run's base is quantized, or nothing where none is.
+
+    Args:
+        config: the config of the run.
+        make: a function that makes its model.
+    """
     if config.lora.base == "compute":
         return ""
-    model = on_meta(config, load_model_config(config.model.name))
+    model = on_meta(config, load_model_config(config.model.name), make)
     return f"{quantized_share(model, config.lora.base)}\n"
 
 
