@@ -60,7 +60,7 @@ class Place:
         model: an HF model directory.
         adapter: a folder of peft with an adapter for it; None: it has none.
         cache: the directory in which the digest of a base is kept, as `data.cache`.
-        base: what the linear layers of the model's blocks are kept in; "compute": the dtype of its files.
+        base: the form of the linear layers of the model's blocks; "compute": the dtype of its files.
     """
 
     model: Path
@@ -84,7 +84,7 @@ def place_of(
         directory: an export, another HF model directory, or a folder of peft.
         adapter: a folder of peft with an adapter for the model.
         cache: the directory in which the digest of a base is kept.
-        base: what the linear layers of its blocks are kept in.
+        base: the form of the linear layers of its blocks.
 
     Raises:
         ConfigError: there is neither a model nor an adapter, or there are two adapters, or the base is not there.
@@ -134,7 +134,7 @@ def generate(
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
         cache: the directory in which the digest of an adapter's base is kept.
-        base: what the linear layers of the model's blocks are kept in: "nf4" and "int8" as training has them.
+        base: the form of the linear layers of the model's blocks: "nf4" and "int8" as training has them.
 
     Raises:
         ConfigError: `directory` is not an HF model directory with a tokenizer and safetensors, or the adapter is of
