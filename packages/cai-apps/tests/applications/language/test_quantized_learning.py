@@ -15,10 +15,11 @@ from cai_apps.cli import main
 from cai_kernels import dequantize, quantize
 
 pytest.importorskip("peft")
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 COMMON = {"train.device": "cpu", "parallel.shard": 1, "train.compile": "off", "log.sample_tokens": 0}
 BASE = COMMON | {
-    "data.sequence_length": 128, "train.steps": 300, "train.global_batch": 16, "train.microbatch_size": 16,
-    "train.validate_every": 300, "parallel.tensor.size": 1, "parallel.pipeline.size": 1, "optimizer.lr": 3e-3,
+    "data.sequence_length": 128, "train.steps": 200, "train.global_batch": 16, "train.microbatch_size": 16,
+    "train.validate_every": 200, "parallel.tensor.size": 1, "parallel.pipeline.size": 1, "optimizer.lr": 3e-3,
 }  # fmt: skip
 LORA = COMMON | {
     "model.weights": "pretrained", "lora.rank": 8, "train.steps": 60, "train.validate_every": 60,
@@ -61,7 +62,6 @@ def loss_of(directory: Path, kind: str) -> float:
         )
 
 
-@pytest.mark.matrix
 def test_perplexity_of_a_trained_model(home):
     losses = {kind: loss_of(home / "base" / "export", kind) for kind in ("compute", "int8", "nf4")}
     perplexities = {kind: math.exp(loss) for kind, loss in losses.items()}
@@ -71,7 +71,6 @@ def test_perplexity_of_a_trained_model(home):
     assert 1.0001 * perplexities["compute"] < perplexities["nf4"] < 1.05 * perplexities["compute"]
 
 
-@pytest.mark.matrix
 def test_adapters_learn_beside_codes_what_they_learn_beside_numbers(home):
     values = LORA | {"model.name": home / "base" / "export", "data.cache": home / "cache"}
     last = {
