@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import sys
 import tomllib
@@ -88,10 +89,11 @@ _holds: list[str] = []
 
 
 @functools.cache
-def long_cases() -> dict[Path, tuple[str, ...]]:
-    """The cases of `tests/matrix.toml` by file."""
+def matrix_tables() -> tuple[dict[Path, tuple[str, ...]], dict[Path, int]]:
+    """Of `tests/matrix.toml` the cases by file, and by folder how large a product is whose cases take turns."""
     tables = tomllib.loads((ROOT / "tests" / "matrix.toml").read_text())
-    return {ROOT / path: tuple(table["cases"]) for path, table in tables.items()}
+    cases = {ROOT / path: tuple(table["cases"]) for path, table in tables.items() if "cases" in table}
+    return cases, {ROOT / path: table["turns"] for path, table in tables.items() if "turns" in table}
 
 
 def is_long(name: str, cases: tuple[str, ...]) -> bool:
@@ -100,12 +102,57 @@ def is_long(name: str, cases: tuple[str, ...]) -> bool:
     return any(name.startswith(case[:-1]) if case[-1] == "*" else case in (name, function) for case in cases)
 
 
+def out_of_turn(cases: list[dict[str, object]]) -> list[bool]:
+    """Which cases of a product of options wait for the matrix: every other one, as the dark squares of a board.
+
+    Each option then meets half of those of any other axis, and with three axes and more all of them. Cases of one axis
+    have no turns, and what is listed and not multiplied out has none.
+
+    Args:
+        cases: of each case the options by argument; one option is one object in all cases that have it.
+    """
+    columns = {_places([case[name] for case in cases]) for name in cases[0]}
+    axes = [
+        axis for axis in columns if max(axis) and not any(_says(other, axis) for other in columns - {axis})
+    ]
+    if len(axes) < 2 or math.prod(max(axis) + 1 for axis in axes) != len(cases):
+        return [False] * len(cases)
+    return [sum(places) % 2 == 1 for places in zip(*axes, strict=True)]
+
+
+def _says(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether an argument's option says another's, as where both are of one list."""
+    return len({*zip(one, other, strict=True)}) == len({*one})
+
+
+def _places(options: list[object]) -> tuple[int, ...]:
+    """The number of each option among those that differ, in the order of their first appearance."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(id(option), len(numbers)) for option in options)
+
+
+def _take_turns(items: list[pytest.Item]) -> None:
+    products: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            products.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for (path, _), cases in products.items():
+        least = next((least for folder, least in matrix_tables()[1].items() if folder in path.parents), None)
+        if least is None or len(cases) < least or any(case.get_closest_marker("matrix") for case in cases):
+            continue  # small, or chosen by hand
+        options = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
+        for case, waits in zip(cases, out_of_turn(options), strict=True):
+            if waits:
+                case.add_marker(pytest.mark.matrix)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of `tests/matrix.toml`, before pytest leaves out what is marked so."""
     for item in items:
-        if is_long(item.name, long_cases().get(item.path, ())):
+        if is_long(item.name, matrix_tables()[0].get(item.path, ())):
             item.add_marker(pytest.mark.matrix)
+    _take_turns(items)
 
 
 @pytest.hookimpl(wrapper=True)

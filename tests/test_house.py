@@ -201,6 +201,9 @@ def test_the_workflow_has_a_job_for_every_session_of_ci():
 def test_long_cases_are_tests():
     """A name that is no test any more would leave out nothing."""
     for path, table in tomllib.loads((ROOT / "tests" / "matrix.toml").read_text()).items():
+        if "turns" in table:
+            assert (ROOT / path).is_dir(), path
+            continue
         functions = re.findall(r"^def (test_\w+)\(", (ROOT / path).read_text(), re.M)
         assert {case.partition("[")[0] for case in table["cases"]} <= {*functions}, path
 
@@ -218,6 +221,24 @@ def test_long_cases_are_tests():
 def test_long_cases_are_told_by_name(case, matches, pytestconfig):
     house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "is_long"))
     assert house_conftest.is_long("test_a[one-2]", (case,)) == matches
+
+
+@pytest.mark.parametrize(
+    ("indices", "waits"),
+    [
+        ([{"a": 0}, {"a": 1}], [False, False]),
+        ([{"a": i, "b": j} for i in range(2) for j in range(3)], [False, True, False, True, False, True]),
+        ([{"a": i, "with a": i, "b": j} for i in range(2) for j in range(2)], [False, True, True, False]),
+        (
+            [{"a": i // 2, "of a": i, "b": j} for i in range(3) for j in range(2)],
+            [False, True, True, False, False, True],
+        ),
+        ([{"a": 0, "b": 0}, {"a": 0, "b": 1}, {"a": 1, "b": 2}], [False, False, False]),
+    ],
+)
+def test_cases_take_turns(indices, waits, pytestconfig):
+    house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "out_of_turn"))
+    assert house_conftest.out_of_turn(indices) == waits
 
 
 def test_every_suite_has_a_budget():
