@@ -95,6 +95,9 @@ class AlignmentTask(LanguageTask):
         check_made(config.model.name)
         model = load_model_config(config.model.name)
         units = ALGORITHMS[config.alignment.algorithm].units
+        weights = None
+        if config.model.weights == "pretrained" and not is_base(config):
+            weights = weights_directory(config)
         check_first(config.data.source, units)  # before a base is trained
         if config.lora.rank:
             need_peft()
@@ -102,7 +105,8 @@ class AlignmentTask(LanguageTask):
             check_reward_model(model)
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
         check_quantized(built, config.lora.base)
-        weights = weights_directory(config) if config.model.weights == "pretrained" else None
+        if is_base(config):
+            weights = weights_directory(config)
         if has_value_head(config) and weights is not None:
             has_stored_head(weights, model)  # refuses what would be lost
         if config.lora.adapter is not None:

@@ -139,6 +139,8 @@ class LanguageTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Documents:
         check_made(config.model.name)
+        if config.model.weights == "pretrained" and not is_base(config):
+            weights_directory(config)  # refuses a model that has none
         if config.data.format == "chat":
             check_first(config.data.source)  # before a base is trained
         if config.lora.rank:
@@ -153,8 +155,7 @@ class LanguageTask:
         if config.data.boundaries == "keep":
             check_keeps_documents_apart(meta_model(load_model_config(config.model.name)), config.model.name)
         rows = load_model_config(config.model.name).vocab_size
-        weights = weights_directory(config) if config.model.weights == "pretrained" else None
-        tokenizer = weights if is_base(config) else None
+        tokenizer = weights_directory(config) if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
         chats = config.data.format == "chat"
