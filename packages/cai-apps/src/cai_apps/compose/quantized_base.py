@@ -198,10 +198,10 @@ def without_codes(model: nn.Module, weights: Mapping[str, BoxedTensor]) -> dict[
 
 
 def _dequantized(layer: QuantizedLinear) -> BoxedTensor:
-    """Return a layer's weight in bfloat16, which is not in memory until it is lent."""
-    empty = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16, device="meta")
+    """Return a layer's weight in float32, in which nothing is rounded; it is not in memory until it is lent."""
+    empty = torch.empty(layer.out_features, layer.in_features, dtype=torch.float32, device="meta")
 
     def lend() -> BoxedTensor:
-        return BoxedTensor.from_param(layer.dequantized(torch.bfloat16))
+        return BoxedTensor.from_param(layer.dequantized(torch.float32))
 
     return replace(BoxedTensor.from_param(empty), lend=lend)

@@ -17,7 +17,8 @@ from cai_apps.applications.alignment.task import ALIGNMENT
 from cai_apps.applications.language.export import find_run
 from cai_apps.cli import main
 from cai_apps.compose.apply import apply
-from cai_apps.compose.models import model_config_for
+from cai_apps.compose.models import load_model_config, model_config_for
+from cai_apps.compose.value_head import has_stored_head
 from cai_apps.config import file as config_file
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_apps.run.task import Job
@@ -245,4 +246,5 @@ def test_buffers_that_old_files_hold_are_no_heads(tmp_path):
         for name, tensor in load_file(model / "model.safetensors").items()
     }
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, model / "model.safetensors")
-    Ours(Alignment("reward"), model, records).job(tmp_path / "run")
+    assert Ours(Alignment("reward"), model, records).job(tmp_path / "run").config.model.name == str(model)
+    assert not has_stored_head(model, load_model_config(str(model)))
