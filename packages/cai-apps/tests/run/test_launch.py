@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
 from cai_apps.run.launch import devices
+from cai_apps.run.launch.rank import start_rank
 from cai_mesh.errors import MeshError
 
 SCRIPT = """
@@ -100,3 +103,29 @@ def test_device_follows_the_gpus_there_are(monkeypatch):
     assert devices.choose_device("cpu", None) == ("cpu", 1)
     with pytest.raises(MeshError, match="more GPUs than this machine has"):
         devices.choose_device("cuda", 8)
+
+
+class Writes(io.RawIOBase):
+    """What reaches a file, one entry for each call of the system's write."""
+
+    def __init__(self):
+        self.made = []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.made.append(bytes(data))
+        return len(data)
+
+
+def test_a_rank_writes_its_lines_whole_where_python_does_not_buffer(monkeypatch):
+    """Ranks share the output: with a line and its end apart, two that print at once ran into one line."""
+    out = Writes()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, write_through=True))
+    print("a line", flush=True)
+    assert out.made == [b"a line", b"\n"]
+    start_rank("cpu")
+    dist.destroy_process_group()
+    print("a line", flush=True)
+    assert out.made[2:] == [b"a line\n"]

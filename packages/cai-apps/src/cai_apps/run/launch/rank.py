@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,12 @@ def local_rank() -> int:
 def start_rank(device_type: str) -> torch.device:
     """Joins the ranks of the environment, or makes a world of one; returns the rank's device.
 
+    From here on each line that the rank prints is written whole: ranks of a machine share its output.
+
     Raises:
         MeshError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
+    _write_whole_lines()
     device = torch.device("cuda", local_rank()) if device_type == "cuda" else torch.device("cpu")
     backend = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -31,6 +36,13 @@ def start_rank(device_type: str) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def _write_whole_lines() -> None:
+    """Python writes a line and its end apart where PYTHONUNBUFFERED is set, and another rank's line comes between."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _join(backend: str, device: torch.device | None) -> None:
