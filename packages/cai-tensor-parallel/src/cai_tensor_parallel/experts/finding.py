@@ -1,0 +1,121 @@
+"""Layers of experts in a model, by their structure."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from cai_mesh.errors import PlanError
+
+ARGUMENTS = 3
+"""A layer of experts is called with tokens, the experts that each visits, and their weights."""
+
+
+@dataclass(frozen=True)
+class ExpertsRole:
+    """The parts of a layer of experts that are cut over ranks.
+
+    Args:
+        parameters: local names of the parameters that are stacked by expert, [E, ...] each.
+        count: the attribute of the layer that says E.
+    """
+
+    parameters: tuple[str, ...]
+    count: str = "num_experts"
+
+
+ExpertsPlan = Mapping[str, ExpertsRole]
+"""Layers of experts by name, or by a glob of names."""
+
+
+def find_experts(model: nn.Module, plan: ExpertsPlan | None = None) -> dict[str, ExpertsRole]:
+    """Find the layers of experts of a model.
+
+    A layer is one of experts if its forward takes three arguments, (tokens [T, D], ids [T, K], weights [T, K]), an
+    attribute whose name ends in `experts` counts them, and each of its 3-dimensional parameters has one row an expert.
+    So are those of transformers 5 built: Mixtral's, Qwen's, DeepSeek's and some sixty others.
+
+    Args:
+        model: a model, on the meta device too.
+        plan: the layers, where structure does not tell. None: found as above.
+
+    Returns the roles by name of the layer. Raises `PlanError` where there is none, for a glob that matches nothing,
+    and for a parameter of the plan that is not stacked by expert.
+    """
+    if plan is not None:
+        return _planned(model, plan)
+    roles = {name: role for name, module in model.named_modules() if (role := _role(module)) is not None}
+    if not roles:
+        raise _nothing(model)
+    return roles
+
+
+def experts_of(module: nn.Module, role: ExpertsRole) -> int:
+    """Return the number of experts whose parameters a layer holds."""
+    return len(module.get_parameter(role.parameters[0]))
+
+
+def _role(module: nn.Module) -> ExpertsRole | None:
+    params = {name: p for name, p in module._parameters.items() if p is not None}
+    counts = {len(p) for p in params.values() if p.dim() == 3}
+    if len(counts) != 1 or _argument_count(module) != ARGUMENTS:
+        return None
+    (experts,) = counts
+    attribute = next((n for n, v in vars(module).items() if n.endswith("experts") and v == experts), None)
+    stacked = tuple(name for name, p in params.items() if p.dim() and len(p) == experts)
+    return None if attribute is None else ExpertsRole(stacked, attribute)
+
+
+def _argument_count(module: nn.Module) -> int:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(named) - 1
+
+
+def _planned(model: nn.Module, plan: ExpertsPlan) -> dict[str, ExpertsRole]:
+    roles = dict[str, ExpertsRole]()
+    for glob, role in plan.items():
+        names = [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, glob)]
+        if not names:
+            raise PlanError(
+                f"the plan's {glob!r} is no module of {type(model).__name__}",
+                got=", ".join(name for name, _ in model.named_children()),
+                fix="name the layers of experts as model.named_modules() does",
+            )
+        for name in names:
+            _check(name, model.get_submodule(name), role)
+            roles[name] = role
+    return roles
+
+
+def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
+    experts = getattr(module, role.count, None)
+    shapes = {n: tuple(p.shape) for n in role.parameters if (p := module._parameters.get(n)) is not None}
+    missing = [n for n in role.parameters if n not in shapes]
+    strange = [n for n, shape in shapes.items() if not shape or shape[0] != experts]
+    if not role.parameters or missing or strange:
+        raise PlanError(
+            f"{name} has not the parameters of experts that its role names",
+            got=f"{role}; {role.count} = {experts}, shapes {shapes}",
+            expected="parameters of the module itself, whose first size is the number of experts",
+        )
+
+
+def _nothing(model: nn.Module) -> PlanError:
+    stacked = {
+        name: [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+        for name, module in model.named_modules()
+    }
+    likely = next((name for name, params in stacked.items() if params), "model.layers.*.mlp.experts")
+    names = ", ".join(f'"{n}"' for n in stacked.get(likely, []) or ("gate_up_proj", "down_proj"))
+    return PlanError(
+        f"{type(model).__name__} has no layers of experts",
+        got="no module with 3-dimensional parameters, an attribute that counts experts, and a forward of "
+        "(tokens, ids, weights)",
+        fix=f'if it has experts, say where: plan={{"{likely}": ExpertsRole(parameters=({names},), '
+        'count="num_experts")}',
+    )
