@@ -13,7 +13,7 @@ from cai_mesh import BoxedTensor, ParallelMesh
 from cai_mesh.comm import GRADIENT_AXES
 from cai_mesh.layout import record_of
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import ExpertsRole, find_experts, parallelize_experts
+from cai_tensor_parallel import ExpertsRole, find_experts, parallelize, parallelize_experts
 
 MODELS = (
     *("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "mimo_v2_flash", "beam"),
@@ -124,3 +124,31 @@ def test_four_ranks_equal_one_process(ep):
 @pytest.mark.parametrize("kind", ["one", "some"])
 def test_experts_without_tokens(kind):
     check("mixtral", 4, 4, kind)
+
+
+def beside_tensor_ranks(name, shape, ep, sequence):
+    mesh = ParallelMesh.of(init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp")), ep=ep)
+    model = build(name)
+    parallelize_experts(model, mesh)
+    parallelize(model, mesh, sequence=sequence)
+    loss = loss_of(model, samples(0).chunk(shape[0])[mesh.index("dp_shard")])
+    loss.backward()
+    reduce(model, mesh)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    grads = {
+        n: BoxedTensor.like(p, p.grad.clone()).to_full(dist.group.WORLD) for n, p in model.named_parameters()
+    }
+    return float(total) / dist.get_world_size(), grads
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shape, ep", [((2, 2), 4), ((2, 2), 2), ((1, 2), 2)], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_beside_tensor_ranks_equals_one_process(name, shape, ep, sequence):
+    results = run_ranks(shape[0] * shape[1], beside_tensor_ranks, name, shape, ep, sequence)
+    losses, grads = plainly(name, "", 1)
+    tolerance = 3e-6 if name in FLOAT32 else 1e-9
+    for loss, got in results:
+        assert loss == pytest.approx(losses[0], rel=tolerance)
+        assert_same_as_one_device(got, grads, tolerance=tolerance)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +29,7 @@ from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
+from cai_tensor_parallel.experts.finding import spread_experts, spread_parameters
 from cai_tensor_parallel.finding.default_plan import plan_for
 from cai_tensor_parallel.finding.parts import plan_of_parts
 from cai_tensor_parallel.modes import check_axes
@@ -86,7 +88,8 @@ def parallelize(
     degree = mesh.degree("tp")
     if degree == 1 and plan is None:
         return model
-    resolved = plan or plan_for(model, degree)
+    search = _Search(_globs(spread_experts(model)), _globs(spread_parameters(model)))
+    resolved = search.changed(plan) if plan else search(model, degree)
     roles = match(resolved, model)
     if logits == "sharded" and plan is None:
         _check_head(model, roles)
@@ -95,10 +98,36 @@ def parallelize(
     _check_ranks(transform, mesh)
     refresh(model)
     small = trial or _trial_of(model, roles, transform, mesh)
-    transform(model, _proved(model, mesh, resolved, transform, small, plan), mesh, Cutter.along(mesh, "tp"))
+    proved = _proved(model, mesh, resolved, transform, small, search, plan and resolved)
+    transform(model, proved, mesh, Cutter.along(mesh, "tp"))
     _guard(model, mesh, transform)
     show_gradients(model, mesh)
     return model
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Finds the plan of a model, and leaves experts that are spread over ranks to what spread them.
+
+    Args:
+        experts, parameters: globs of these layers, and of the parameters in them.
+    """
+
+    experts: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    def __call__(self, model: nn.Module, ranks: int) -> Plan:
+        return self.changed(plan_for(model, ranks))
+
+    def changed(self, plan: Plan) -> Plan:
+        if not plan.roles:
+            return plan
+        layers = dict.fromkeys(self.experts, "replicated_experts")
+        return replace(plan, roles={**plan.roles, **layers, **dict.fromkeys(self.parameters, "replicated")})
+
+
+def _globs(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
 
 
 def _check_ranks(transform: Cut, mesh: ParallelMesh) -> None:
@@ -161,13 +190,14 @@ def _proved(
     plan: Plan,
     transform: Cut,
     small: Trial | SmallModel | None,
+    search: _Search,
     passed: Plan | None,
 ) -> Plan:
     """The plan, with the roles of parameters that its trial shows to be shared.
 
     Args:
         small: the small model that it is tried on, by the plan that was `passed`; without one, or with one that has no
-            roles, by the one of the small model.
+            roles, by the one that `search` finds for the small model.
     """
     if small is None and transform.mode in GRIDS:
         raise PlanError(
@@ -193,7 +223,7 @@ def _proved(
     shared = not uneven and (shared or shares_heads(informed(model, match(plan, model), degree)))
     group = mesh.group("tp")
     assert group is not None  # more than one rank
-    planned = passed if passed and passed.roles else plan_for
+    planned = passed if passed and passed.roles else search
     added = on_first_rank(group, lambda: verified(small, planned, transform, 4 if shared else RANKS))
     return replace(plan, roles={**plan.roles, **added})
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cai_mesh.errors import PlanError
+from cai_mesh.layout import layout_of
 
 ARGUMENTS = 3
 """A layer of experts is called with tokens, the experts that each visits, and their weights."""
@@ -52,6 +53,16 @@ def find_experts(model: nn.Module, plan: ExpertsPlan | None = None) -> dict[str,
     if not roles:
         raise _nothing(model)
     return roles
+
+
+def spread_experts(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose experts are spread over ranks already."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in spread_parameters(model)))
+
+
+def spread_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters in them that are cut by expert."""
+    return [name for name, param in model.named_parameters() if "ep" in layout_of(param).sharded_axes]
 
 
 def experts_of(module: nn.Module, role: ExpertsRole) -> int:
