@@ -70,7 +70,7 @@ def reduce(model, mesh):
         param.grad = grad / (divisor or mesh.degree(axes))
 
 
-def spread(name, ep, kind, steps):
+def spread(name, ep, kind, steps, recompute):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     mesh = ParallelMesh.of(mesh, ep=ep)
     model = build(name)
@@ -79,6 +79,8 @@ def spread(name, ep, kind, steps):
     names = [n for n, _ in model.named_parameters()]
     parallelize_experts(model, mesh)
     assert_names_kept(names, [n for n, _ in model.named_parameters()])
+    if recompute:
+        model.train().gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(steps):
@@ -99,8 +101,8 @@ def spread(name, ep, kind, steps):
     return losses, grads, held
 
 
-def check(name, world, ep, kind="", steps=STEPS):
-    results = run_ranks(world, spread, name, ep, kind, steps)
+def check(name, world, ep, kind="", steps=STEPS, recompute=""):
+    results = run_ranks(world, spread, name, ep, kind, steps, recompute)
     losses, grads = plainly(name, kind, steps)
     tolerance = 3e-6 if name in FLOAT32 else 1e-9
     assert results[0][0] == pytest.approx(losses, rel=tolerance)
@@ -121,9 +123,10 @@ def test_four_ranks_equal_one_process(ep):
         assert count == whole[name] // (ep if ".experts." in name else 1)
 
 
+@pytest.mark.parametrize("recompute", ["", "blocks", "reentrant"])
 @pytest.mark.parametrize("kind", ["one", "some"])
-def test_experts_without_tokens(kind):
-    check("mixtral", 4, 4, kind)
+def test_experts_without_tokens(kind, recompute):
+    check("mixtral", 4, 4, kind, recompute=recompute)
 
 
 def beside_tensor_ranks(name, shape, ep, sequence):

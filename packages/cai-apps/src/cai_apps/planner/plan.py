@@ -28,6 +28,7 @@ from cai_apps.planner.memory import (
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
+from cai_mesh.layout import layout_of
 from cai_mesh.storage import units
 from cai_pipeline import Action, Stages, begin_with, place, placement_of
 
@@ -124,6 +125,22 @@ def elements(model: nn.Module) -> tuple[int, int]:
     return sizes[True], sizes[False]
 
 
+def _sharded(config: RunConfig, model: nn.Module) -> tuple[int, int]:
+    """Return the elements of a stage's tensor shard that learn, and that do not, on a rank that ZeRO shards them over.
+
+    The ranks of `shard` divide parameters between them; of experts only those that hold the same ones.
+    """
+    spec = mesh_spec(config)
+    sizes = {(learns, spread): 0 for learns in (True, False) for spread in (True, False)}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad, "ep" in layout_of(parameter).sharded_axes] += parameter.numel()
+    dense, experts = config.parallel.shard, spec.edp
+    return (
+        -(-sizes[True, False] // dense) - (-sizes[True, True] // experts),
+        -(-sizes[False, False] // dense) - (-sizes[False, True] // experts),
+    )
+
+
 def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> StagePlan:
     spec, pipeline = mesh_spec(config), config.parallel.pipeline
     model = on_meta(workload)
@@ -132,7 +149,8 @@ def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> St
     names = {module: name for name, module in model.named_modules()}
     block_names = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    state = model_state(config, trained, moment_bytes(config, model), frozen=frozen)
+    moments, shares = moment_bytes(config, model), _sharded(config, model)
+    state = model_state(config, trained, moments, frozen=frozen, sharded=shares)
     if workload.frozen_elements:
         share = workload.frozen_elements * (trained + frozen) // sum(elements(on_meta(workload)))
         state = replace(state, parameters=state.parameters + beside_bytes(config, share))

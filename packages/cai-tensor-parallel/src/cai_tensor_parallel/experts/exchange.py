@@ -1,7 +1,8 @@
 """Rows to the ranks of their experts and back.
 
-Both are one exchange in forward and one in backward. A block that is computed again for backward is computed up to the
-last tensor that it keeps: `dispatch` keeps one, so ranks to which no rows come reach the exchanges that others reach.
+Both are one exchange in forward and one in backward. A block that is recomputed is so when backward first asks for a
+tensor that it keeps, and up to the last one. `meet` stands between the experts and `combine`, keeps a tensor and asks
+for it, so that ranks to which no rows come recompute when the others do, and come to the same exchanges.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cai_mesh.comm import all_to_all, all_to_all_into
-from cai_tensor_parallel.experts.routes import Rows
+from cai_tensor_parallel.experts.routes import Rows, has_values
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Exchange:
 
 def exchange_of(rows: Rows, group: dist.ProcessGroup) -> Exchange:
     """Tell all ranks how many rows come to them. The host waits for both numbers."""
+    if not has_values(rows.counts):
+        each, rest = divmod(len(rows.tokens), group.size())
+        counts = [each + (rank < rest) for rank in range(group.size())]
+        return Exchange(rows.tokens, counts, counts, group)
     received = torch.empty_like(rows.counts)
     all_to_all_into(received, rows.counts, group)
     sent, arriving = torch.stack([rows.counts, received]).tolist()
@@ -60,13 +65,25 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange, ctx.tokens = exchange, len(x)
-        ctx.save_for_backward(exchange.tokens)
         return exchange.there(x[exchange.tokens])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         return ctx.exchange.summed(ctx.exchange.back(grad), ctx.tokens), None
+
+
+class _Meet(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, kept):
+        ctx.save_for_backward(kept)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.saved_tensors  # noqa: B018
+        return grad, None
 
 
 class _Combine(torch.autograd.Function):
@@ -87,6 +104,11 @@ def dispatch(x: Tensor, exchange: Exchange) -> Tensor:
     Returns the rows that came here, [R, D], in the order of the ranks they are from.
     """
     return _Dispatch.apply(x, exchange)
+
+
+def meet(y: Tensor, exchange: Exchange) -> Tensor:
+    """Return the same rows; where a block is recomputed, all ranks begin with it in the backward of this."""
+    return _Meet.apply(y, exchange.tokens)
 
 
 def combine(y: Tensor, tokens: int, exchange: Exchange) -> Tensor:

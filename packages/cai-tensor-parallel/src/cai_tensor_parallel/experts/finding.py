@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,14 +45,25 @@ def find_experts(model: nn.Module, plan: ExpertsPlan | None = None) -> dict[str,
         model: a model, on the meta device too.
         plan: the layers, where structure does not tell. None: found as above.
 
-    Returns the roles by name of the layer. Raises `PlanError` where there is none, for a glob that matches nothing,
-    and for a parameter of the plan that is not stacked by expert.
+    Returns the roles by name of the layer. Raises `PlanError` where there is none, for a glob that matches nothing, and
+    for a parameter of the plan that is not stacked by expert.
     """
-    if plan is not None:
-        return _planned(model, plan)
-    roles = {name: role for name, module in model.named_modules() if (role := _role(module)) is not None}
-    if not roles:
-        raise _nothing(model)
+    roles = experts_here(model, plan)
+    if not roles or not all(fnmatch.filter(roles, glob) for glob in plan or ()):
+        raise _nothing(model, plan)
+    return roles
+
+
+def experts_here(model: nn.Module, plan: ExpertsPlan | None = None) -> dict[str, ExpertsRole]:
+    """Find the same in a part of a model, such as a pipeline's stage, which may have none."""
+    if plan is None:
+        return {name: role for name, module in model.named_modules() if (role := _role(module)) is not None}
+    roles = dict[str, ExpertsRole]()
+    for name, module in model.named_modules():
+        for glob, role in plan.items():
+            if fnmatch.fnmatchcase(name, glob) and next(module.parameters(), None) is not None:
+                _check(name, module, role)
+                roles[name] = role
     return roles
 
 
@@ -87,22 +99,6 @@ def _argument_count(module: nn.Module) -> int:
     return len(named) - 1
 
 
-def _planned(model: nn.Module, plan: ExpertsPlan) -> dict[str, ExpertsRole]:
-    roles = dict[str, ExpertsRole]()
-    for glob, role in plan.items():
-        names = [name for name, _ in model.named_modules() if fnmatch.fnmatchcase(name, glob)]
-        if not names:
-            raise PlanError(
-                f"the plan's {glob!r} is no module of {type(model).__name__}",
-                got=", ".join(name for name, _ in model.named_children()),
-                fix="name the layers of experts as model.named_modules() does",
-            )
-        for name in names:
-            _check(name, model.get_submodule(name), role)
-            roles[name] = role
-    return roles
-
-
 def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
     experts = getattr(module, role.count, None)
     shapes = {n: tuple(p.shape) for n in role.parameters if (p := module._parameters.get(n)) is not None}
@@ -116,17 +112,20 @@ def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
         )
 
 
-def _nothing(model: nn.Module) -> PlanError:
+def _nothing(model: nn.Module, plan: ExpertsPlan | None) -> PlanError:
     stacked = {
         name: [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
         for name, module in model.named_modules()
     }
-    likely = next((name for name, params in stacked.items() if params), "model.layers.*.mlp.experts")
-    names = ", ".join(f'"{n}"' for n in stacked.get(likely, []) or ("gate_up_proj", "down_proj"))
+    likely = next((name for name, params in stacked.items() if len(params) > 1), "model.layers.*.mlp.experts")
+    names = ", ".join(f'"{n}"' for n in stacked.get(likely) or ("gate_up_proj", "down_proj"))
+    likely = re.sub(r"\.\d+(?=\.|$)", ".*", likely)
     return PlanError(
-        f"{type(model).__name__} has no layers of experts",
-        got="no module with 3-dimensional parameters, an attribute that counts experts, and a forward of "
-        "(tokens, ids, weights)",
-        fix=f'if it has experts, say where: plan={{"{likely}": ExpertsRole(parameters=({names},), '
+        f"{type(model).__name__} has no layers of experts" + (" where the plan says" if plan else ""),
+        got=", ".join(plan)
+        if plan
+        else "no module with 3-dimensional parameters, one row an expert, an attribute that counts them, and a forward "
+        "of (tokens, ids, weights)",
+        fix=f'if it has experts, say where: plan={{"{likely}": ExpertsRole(parameters=({names}), '
         'count="num_experts")}',
     )

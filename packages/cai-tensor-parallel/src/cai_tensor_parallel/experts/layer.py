@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cai_mesh.comm import copy_to, reduce_from
-from cai_tensor_parallel.experts.exchange import combine, dispatch, exchange_of
+from cai_tensor_parallel.experts.exchange import combine, dispatch, exchange_of, meet
 from cai_tensor_parallel.experts.finding import ExpertsRole
-from cai_tensor_parallel.experts.routes import Part, rows_of, share_of
+from cai_tensor_parallel.experts.routes import Part, choices_of, rows_of, share_of
 
 ExpertMaths = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 """What a layer computes with the experts it holds: (layer, tokens [R, D], ids [R, K], weights [R, K]) to [R, D].
@@ -25,7 +25,7 @@ The sum over a token's choices. Ids count the experts that are held, from 0; -1 
 
 def own_forward(layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Compute by the forward of the layer's class, which is given one choice a row: the plain form of `ExpertMaths`."""
-    row, choice = (ids >= 0).nonzero(as_tuple=True)
+    row, choice = choices_of(ids)
     chosen_ids, chosen_weights = ids[row, choice, None], weights[row, choice, None]
     made = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights)
     choices = made.new_zeros(ids.numel(), made.shape[-1]).index_copy(0, row * ids.shape[1] + choice, made)
@@ -53,10 +53,11 @@ class Spread:
             rows = rows_of(ids, list(self.parts), self._share(len(x)))
             exchange = exchange_of(rows, self.group)
             own_ids = exchange.there(rows.ids)
-        own_weights = exchange.there(weights[rows.tokens])
+        own_weights = exchange.there(rows.weights(weights))
         tokens = dispatch(x, exchange)
         made = maths(layer, tokens, own_ids, own_weights) if len(tokens) else nothing(layer, tokens, own_weights)
-        return reduce_from(combine(made.to(x.dtype), len(x), exchange), self.copies)
+        made = meet(made.to(x.dtype), exchange)
+        return reduce_from(combine(made, len(x), exchange), self.copies)
 
     def _share(self, tokens: int) -> tuple[int, int] | None:
         if self.copies is None:

@@ -5,10 +5,12 @@ A token travels once to each rank that has some of the experts it visits, howeve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Rows:
     ids: Tensor
     counts: Tensor
 
+    def weights(self, weights: Tensor) -> Tensor:
+        """Return the weights of each row's choices, [S, K], from those of all tokens, [T, K]."""
+        return weights[self.tokens][:, : self.ids.shape[1]]
+
 
 def rows_of(ids: Tensor, parts: list[Part], among: tuple[int, int] | None = None) -> Rows:
     """Return the rows that travel.
@@ -59,6 +65,8 @@ def rows_of(ids: Tensor, parts: list[Part], among: tuple[int, int] | None = None
         parts: the part of each rank.
         among: tokens from the first to before the last of these travel; None: all.
     """
+    if not has_values(ids):
+        return _balanced(ids, len(parts), among)
     bounds = torch.tensor([(part.first, part.last) for part in parts], device=ids.device)
     first, last = bounds[:, 0], bounds[:, 1]
     visits = ((ids >= first[:, None, None]) & (ids < last[:, None, None])).any(-1)
@@ -74,3 +82,30 @@ def rows_of(ids: Tensor, parts: list[Part], among: tuple[int, int] | None = None
 def share_of(tokens: int, index: int, ranks: int) -> tuple[int, int]:
     """Return the first and the last, not included, of the tokens that rank `index` of `ranks` copies of them takes."""
     return tokens * index // ranks, tokens * (index + 1) // ranks
+
+
+def choices_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each id that is an expert's, both int64 [N]; `ids` [R, K], -1 for no expert.
+
+    The host waits for their number.
+    """
+    if has_values(ids):
+        row, column = (ids >= 0).nonzero(as_tuple=True)
+        return row, column
+    places = torch.arange(ids.numel(), device=ids.device)
+    return places // ids.shape[1], places % ids.shape[1]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values; those by which memory is planned have only sizes."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _balanced(ids: Tensor, ranks: int, among: tuple[int, int] | None) -> Rows:
+    """Return rows as many as travel where all experts are chosen alike often; choices that no rank has are left out."""
+    (tokens, choices), device = ids.shape, ids.device
+    tokens = tokens if among is None else among[1] - among[0]
+    visits = math.ceil(ranks * (1 - (1 - 1 / ranks) ** choices))
+    rows = torch.zeros(tokens * visits, dtype=torch.int64, device=device)
+    own = torch.zeros(len(rows), math.ceil(choices / visits), dtype=torch.int64, device=device)
+    return Rows(rows, own, torch.zeros(ranks, dtype=torch.int64, device=device))
