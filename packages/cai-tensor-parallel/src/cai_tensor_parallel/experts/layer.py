@@ -46,6 +46,7 @@ class Spread:
     parts: tuple[Part, ...]
     copies: dist.ProcessGroup | None = None
 
+    @torch.compiler.disable(reason="the host reads how many tokens travel to each rank")
     def compute(self, layer: nn.Module, maths: ExpertMaths, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute a whole layer of experts; `x` [T, D], `ids` and `weights` [T, K]. Returns [T, D]. Collective."""
         x, weights = copy_to(x, self.copies), copy_to(weights, self.copies)

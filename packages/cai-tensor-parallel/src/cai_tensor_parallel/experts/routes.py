@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import detect_fake_mode
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def choices_of(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has values; those by which memory is planned have only sizes."""
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return detect_fake_mode(tensor) is None and not tensor.is_meta
 
 
 def _balanced(ids: Tensor, ranks: int, among: tuple[int, int] | None) -> Rows:
