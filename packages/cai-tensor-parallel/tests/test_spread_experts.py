@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from role_models import build
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, ParallelMesh
 from cai_mesh.comm import GRADIENT_AXES
 from cai_mesh.layout import record_of
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
-from cai_tensor_parallel import ExpertsRole, find_experts, parallelize, parallelize_experts
+from cai_tensor_parallel import find_experts, parallelize, parallelize_experts
 
 MODELS = (
     *("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "mimo_v2_flash", "beam"),
@@ -30,7 +29,7 @@ def samples(step):
 
 def skew(model, kind):
     """Let the router of every layer choose nearly the same experts, or never the last, for all tokens."""
-    for name, role in find_experts(model).items():
+    for name in find_experts(model):
         block = model.get_submodule(name.rpartition(".")[0])
         router = getattr(block, "gate", None) or block.router
         with torch.no_grad():
@@ -94,8 +93,7 @@ def spread(name, ep, kind, steps, recompute):
             optimizer.step()
             optimizer.zero_grad()
     grads = {
-        n: BoxedTensor.like(p, p.grad.clone()).to_full(dist.group.WORLD)
-        for n, p in model.named_parameters()
+        n: BoxedTensor.like(p, p.grad.clone()).to_full(dist.group.WORLD) for n, p in model.named_parameters()
     }
     held = {n: p.numel() for n, p in model.named_parameters()}
     return losses, grads, held

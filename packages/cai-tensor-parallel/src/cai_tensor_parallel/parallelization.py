@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,8 +28,7 @@ from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
-from cai_tensor_parallel.experts.finding import spread_experts, spread_parameters
-from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.experts.search import Search
 from cai_tensor_parallel.finding.parts import plan_of_parts
 from cai_tensor_parallel.modes import check_axes
 from cai_tensor_parallel.modes.cutter import Cutter
@@ -57,9 +55,9 @@ def parallelize(
     Names of parameters are kept; each cut one carries a `Layout`. Meta-device models are fine. All ranks of the axis
     must have the same input batch and random seed.
 
-    Experts are cut by hidden features: every rank has a part of each. Where there are fewer key/value heads than ranks,
-    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
-    that do not divide are cut in runs of one length, the last rank has fewer.
+    Experts are cut by hidden features, unless `parallelize_experts` has spread them. Where there are fewer key/value
+    heads than ranks, or they do not divide, their layers stay whole, and each rank uses the heads that its query heads
+    need. Query heads that do not divide are cut in runs of one length, the last rank has fewer.
 
     First a small model of the same kind is cut over virtual ranks and compared with the whole one, all gradients too. A
     model that is not of transformers is tried where it brings a `trial`.
@@ -73,10 +71,9 @@ def parallelize(
         sequence: whether what is not cut by features is cut along the sequence: norms, dropout, residuals; mode 1d.
         overlap: whether some tokens are multiplied while others travel between one host's GPUs; needs `sequence`, and
             is not for FP8 layers.
-        logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as the model's loss,
-            `generate()` and a loss of your own expect. "sharded": [..., V/tp], never gathered;
-            `vocab_parallel_cross_entropy` takes them, and so does the model's `loss_function` where it is the loss of
-            next tokens; a grid cuts samples, too.
+        logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as `generate()` and any
+            loss expect. "sharded": [..., V/tp], never gathered, for `vocab_parallel_cross_entropy` and the model's
+            `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small
@@ -88,7 +85,7 @@ def parallelize(
     degree = mesh.degree("tp")
     if degree == 1 and plan is None:
         return model
-    search = _Search(_globs(spread_experts(model)), _globs(spread_parameters(model)))
+    search = Search.of(model)
     resolved = search.changed(plan) if plan else search(model, degree)
     roles = match(resolved, model)
     if logits == "sharded" and plan is None:
@@ -98,36 +95,10 @@ def parallelize(
     _check_ranks(transform, mesh)
     refresh(model)
     small = trial or _trial_of(model, roles, transform, mesh)
-    proved = _proved(model, mesh, resolved, transform, small, search, plan and resolved)
-    transform(model, proved, mesh, Cutter.along(mesh, "tp"))
+    plan = _proved(model, mesh, resolved, transform, small, search, plan and resolved)
+    transform(model, plan, mesh, Cutter.along(mesh, "tp"))
     _guard(model, mesh, transform)
-    show_gradients(model, mesh)
     return model
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Finds the plan of a model, and leaves experts that are spread over ranks to what spread them.
-
-    Args:
-        experts, parameters: globs of these layers, and of the parameters in them.
-    """
-
-    experts: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-    def __call__(self, model: nn.Module, ranks: int) -> Plan:
-        return self.changed(plan_for(model, ranks))
-
-    def changed(self, plan: Plan) -> Plan:
-        if not plan.roles:
-            return plan
-        layers = dict.fromkeys(self.experts, "replicated_experts")
-        return replace(plan, roles={**plan.roles, **layers, **dict.fromkeys(self.parameters, "replicated")})
-
-
-def _globs(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
 
 
 def _check_ranks(transform: Cut, mesh: ParallelMesh) -> None:
@@ -154,6 +125,7 @@ def _guard(model: nn.Module, mesh: ParallelMesh, transform: Cut) -> None:
     guard_state(model, CutState)
     guard_wrapping(model, mesh)
     follow_structure(model, _Added(transform))
+    show_gradients(model, mesh)
 
 
 @dataclass(frozen=True)
@@ -190,7 +162,7 @@ def _proved(
     plan: Plan,
     transform: Cut,
     small: Trial | SmallModel | None,
-    search: _Search,
+    search: Search,
     passed: Plan | None,
 ) -> Plan:
     """The plan, with the roles of parameters that its trial shows to be shared.

@@ -43,7 +43,9 @@ class Exchange:
 
     def summed(self, rows: Tensor, tokens: int) -> Tensor:
         """Return, for each of so many tokens, the sum of its rows [S, D], rank after rank, in float32 or wider."""
-        total = rows.new_zeros((tokens, *rows.shape[1:]), dtype=torch.promote_types(rows.dtype, torch.float32))
+        total = rows.new_zeros(
+            (tokens, *rows.shape[1:]), dtype=torch.promote_types(rows.dtype, torch.float32)
+        )
         for of_rank, places in zip(rows.split(self.sent), self.tokens.split(self.sent), strict=True):
             total[places] += of_rank  # a token has one row a rank at most
         return total.to(rows.dtype)
@@ -52,8 +54,8 @@ class Exchange:
 def exchange_of(rows: Rows, group: dist.ProcessGroup) -> Exchange:
     """Tell all ranks how many rows come to them. The host waits for both numbers."""
     if not has_values(rows.counts):
-        each, rest = divmod(len(rows.tokens), group.size())
-        counts = [each + (rank < rest) for rank in range(group.size())]
+        count, remainder = divmod(len(rows.tokens), group.size())
+        counts = [count + (rank < remainder) for rank in range(group.size())]
         return Exchange(rows.tokens, counts, counts, group)
     received = torch.empty_like(rows.counts)
     all_to_all_into(received, rows.counts, group)
@@ -63,9 +65,9 @@ def exchange_of(rows: Rows, group: dist.ProcessGroup) -> Exchange:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, exchange):
-        ctx.exchange, ctx.tokens = exchange, len(x)
-        return exchange.there(x[exchange.tokens])
+    def forward(ctx, hidden, exchange):
+        ctx.exchange, ctx.tokens = exchange, len(hidden)
+        return exchange.there(hidden[exchange.tokens])
 
     @staticmethod
     @once_differentiable
@@ -75,9 +77,9 @@ class _Dispatch(torch.autograd.Function):
 
 class _Meet(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, kept):
-        ctx.save_for_backward(kept)
-        return y.view_as(y)
+    def forward(ctx, rows, tokens):
+        ctx.save_for_backward(tokens)
+        return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
@@ -88,9 +90,9 @@ class _Meet(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, tokens, exchange):
+    def forward(ctx, rows, tokens, exchange):
         ctx.exchange = exchange
-        return exchange.summed(exchange.back(y), tokens)
+        return exchange.summed(exchange.back(rows), tokens)
 
     @staticmethod
     @once_differentiable
@@ -98,22 +100,22 @@ class _Combine(torch.autograd.Function):
         return ctx.exchange.there(grad[ctx.exchange.tokens]), None, None
 
 
-def dispatch(x: Tensor, exchange: Exchange) -> Tensor:
+def dispatch(hidden: Tensor, exchange: Exchange) -> Tensor:
     """Send tokens [T, D] to the ranks of their experts; backward sums the gradients that come back.
 
     Returns the rows that came here, [R, D], in the order of the ranks they are from.
     """
-    return _Dispatch.apply(x, exchange)
+    return _Dispatch.apply(hidden, exchange)
 
 
-def meet(y: Tensor, exchange: Exchange) -> Tensor:
+def meet(rows: Tensor, exchange: Exchange) -> Tensor:
     """Return the same rows; where a block is recomputed, all ranks begin with it in the backward of this."""
-    return _Meet.apply(y, exchange.tokens)
+    return _Meet.apply(rows, exchange.tokens)
 
 
-def combine(y: Tensor, tokens: int, exchange: Exchange) -> Tensor:
+def combine(rows: Tensor, tokens: int, exchange: Exchange) -> Tensor:
     """Send what experts made of rows, [R, D], back to their tokens, and sum it up.
 
     Returns [T, D], the sum over ranks in their order, in float32 until it is rounded once.
     """
-    return _Combine.apply(y, tokens, exchange)
+    return _Combine.apply(rows, tokens, exchange)

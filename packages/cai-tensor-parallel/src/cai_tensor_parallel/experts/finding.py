@@ -83,28 +83,27 @@ def experts_of(module: nn.Module, role: ExpertsRole) -> int:
 
 
 def _role(module: nn.Module) -> ExpertsRole | None:
-    params = {name: p for name, p in module._parameters.items() if p is not None}
-    counts = {len(p) for p in params.values() if p.dim() == 3}
+    params = {name: param for name, param in module._parameters.items() if param is not None}
+    counts = {len(param) for param in params.values() if param.dim() == 3}
     if len(counts) != 1 or _argument_count(module) != ARGUMENTS:
         return None
     (experts,) = counts
-    attribute = next((n for n, v in vars(module).items() if n.endswith("experts") and v == experts), None)
-    stacked = tuple(name for name, p in params.items() if p.dim() and len(p) == experts)
-    return None if attribute is None else ExpertsRole(stacked, attribute)
+    counters = [name for name, value in vars(module).items() if name.endswith("experts") and value == experts]
+    stacked = tuple(name for name, param in params.items() if param.dim() and len(param) == experts)
+    return ExpertsRole(stacked, counters[0]) if counters else None
 
 
 def _argument_count(module: nn.Module) -> int:
     parameters = inspect.signature(type(module).forward).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(named) - 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in kinds for parameter in parameters) - 1
 
 
 def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
     experts = getattr(module, role.count, None)
-    shapes = {n: tuple(p.shape) for n in role.parameters if (p := module._parameters.get(n)) is not None}
-    missing = [n for n in role.parameters if n not in shapes]
-    strange = [n for n, shape in shapes.items() if not shape or shape[0] != experts]
-    if not role.parameters or missing or strange:
+    shapes = {key: tuple(param.shape) for key, param in module._parameters.items() if param is not None}
+    missing = [key for key in role.parameters if shapes.get(key, ())[:1] != (experts,)]
+    if not role.parameters or missing:
         raise PlanError(
             f"{name} has not the parameters of experts that its role names",
             got=f"{role}; {role.count} = {experts}, shapes {shapes}",
@@ -114,11 +113,11 @@ def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
 
 def _nothing(model: nn.Module, plan: ExpertsPlan | None) -> PlanError:
     stacked = {
-        name: [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+        name: [key for key, param in module._parameters.items() if param is not None and param.dim() == 3]
         for name, module in model.named_modules()
     }
-    likely = next((name for name, params in stacked.items() if len(params) > 1), "model.layers.*.mlp.experts")
-    names = ", ".join(f'"{n}"' for n in stacked.get(likely) or ("gate_up_proj", "down_proj"))
+    likely = next((name for name, keys in stacked.items() if len(keys) > 1), "model.layers.*.mlp.experts")
+    names = ", ".join(f'"{key}"' for key in stacked.get(likely) or ("gate_up_proj", "down_proj"))
     likely = re.sub(r"\.\d+(?=\.|$)", ".*", likely)
     return PlanError(
         f"{type(model).__name__} has no layers of experts" + (" where the plan says" if plan else ""),

@@ -27,9 +27,10 @@ def own_forward(layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor) 
     """Compute by the forward of the layer's class, which is given one choice a row: the plain form of `ExpertMaths`."""
     row, choice = choices_of(ids)
     chosen_ids, chosen_weights = ids[row, choice, None], weights[row, choice, None]
-    made = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights)
-    choices = made.new_zeros(ids.numel(), made.shape[-1]).index_copy(0, row * ids.shape[1] + choice, made)
-    return choices.view(*ids.shape, made.shape[-1]).sum(1)
+    outputs = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights)
+    width = outputs.shape[-1]
+    by_choice = outputs.new_zeros(ids.numel(), width).index_copy(0, row * ids.shape[1] + choice, outputs)
+    return by_choice.view(*ids.shape, width).sum(1)
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,22 @@ class Spread:
     copies: dist.ProcessGroup | None = None
 
     @torch.compiler.disable(reason="the host reads how many tokens travel to each rank")
-    def compute(self, layer: nn.Module, maths: ExpertMaths, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Compute a whole layer of experts; `x` [T, D], `ids` and `weights` [T, K]. Returns [T, D]. Collective."""
-        x, weights = copy_to(x, self.copies), copy_to(weights, self.copies)
+    def compute(
+        self, layer: nn.Module, maths: ExpertMaths, hidden: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Compute a whole layer of experts; `hidden` [T, D], `ids` and `weights` [T, K]. Returns [T, D]. Collective."""
+        hidden, weights = copy_to(hidden, self.copies), copy_to(weights, self.copies)
         with torch.no_grad():
-            rows = rows_of(ids, list(self.parts), self._share(len(x)))
+            rows = rows_of(ids, list(self.parts), self._share(len(hidden)))
             exchange = exchange_of(rows, self.group)
             own_ids = exchange.there(rows.ids)
         own_weights = exchange.there(rows.weights(weights))
-        tokens = dispatch(x, exchange)
-        made = maths(layer, tokens, own_ids, own_weights) if len(tokens) else nothing(layer, tokens, own_weights)
-        made = meet(made.to(x.dtype), exchange)
-        return reduce_from(combine(made, len(x), exchange), self.copies)
+        tokens = dispatch(hidden, exchange)
+        output = (
+            maths(layer, tokens, own_ids, own_weights) if len(tokens) else nothing(layer, tokens, own_weights)
+        )
+        output = meet(output.to(hidden.dtype), exchange)
+        return reduce_from(combine(output, len(hidden), exchange), self.copies)
 
     def _share(self, tokens: int) -> tuple[int, int] | None:
         if self.copies is None:
@@ -77,12 +82,12 @@ def nothing(layer: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
 
 def spread(layer: nn.Module, role: ExpertsRole, over: Spread, maths: ExpertMaths) -> None:
     """Let a layer, whose parameters are this rank's part, compute with the experts of all ranks, in place."""
-    held = over.parts[over.group.rank()]
-    setattr(layer, role.count, held.last - held.first)
+    part = over.parts[over.group.rank()]
+    setattr(layer, role.count, part.last - part.first)
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat = hidden_states.flatten(0, -2)
-        made = over.compute(self, maths, flat, top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2))
-        return made.view(hidden_states.shape)
+        output = over.compute(self, maths, flat, top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2))
+        return output.view(hidden_states.shape)
 
     layer.forward = types.MethodType(forward, layer)

@@ -11,7 +11,13 @@ from cai_mesh.storage import guard_state, show_gradients
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.experts.cutting import keep_own, reduce_among_copies
-from cai_tensor_parallel.experts.finding import ExpertsPlan, ExpertsRole, experts_here, experts_of, find_experts
+from cai_tensor_parallel.experts.finding import (
+    ExpertsPlan,
+    ExpertsRole,
+    experts_here,
+    experts_of,
+    find_experts,
+)
 from cai_tensor_parallel.experts.layer import ExpertMaths, Spread, own_forward, spread
 from cai_tensor_parallel.experts.routes import parts_of
 from cai_tensor_parallel.experts.trial import verify_experts
@@ -45,8 +51,9 @@ def parallelize_experts(
         maths: computes with the experts that a rank holds; see `ExpertMaths`. Default: the layer's own forward.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
-    Returns the model; a pipeline's stage without experts as it was. Raises `PlanError` where no experts are found, their number does not divide, or parts of a small
-    layer do not sum up to the whole; `MeshError` for a mesh without an expert view.
+    Returns the model; a pipeline's stage without experts as it was. Raises `PlanError` where no experts are found,
+    their number does not divide, or parts of a small layer do not sum up to the whole; `MeshError` for a mesh without
+    an expert view.
     """
     mesh = ParallelMesh.of(mesh)
     degree = mesh.degree("ep")

@@ -33,7 +33,7 @@ def parts_of(experts: int, ranks: int, copies: int = 1) -> list[Part]:
         copies: the number of ranks, one after the other, that share each part: each has some features of it.
     """
     size = experts // ranks
-    return [Part(i * size, (i + 1) * size) for i in range(ranks) for _ in range(copies)]
+    return [Part(first, first + size) for first in range(0, experts, size) for _ in range(copies)]
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def rows_of(ids: Tensor, parts: list[Part], among: tuple[int, int] | None = None
         visits[:, among[1] :] = False
     rank, tokens = visits.nonzero(as_tuple=True)
     chosen, first, last = ids[tokens], first[rank, None], last[rank, None]
-    own = (chosen >= first) & (chosen < last)
-    return Rows(tokens, torch.where(own, chosen - first, -1), visits.sum(1))
+    is_own = (chosen >= first) & (chosen < last)
+    return Rows(tokens, torch.where(is_own, chosen - first, -1), visits.sum(1))
 
 
 def share_of(tokens: int, index: int, ranks: int) -> tuple[int, int]:
@@ -107,5 +107,5 @@ def _balanced(ids: Tensor, ranks: int, among: tuple[int, int] | None) -> Rows:
     tokens = tokens if among is None else among[1] - among[0]
     visits = math.ceil(ranks * (1 - (1 - 1 / ranks) ** choices))
     rows = torch.zeros(tokens * visits, dtype=torch.int64, device=device)
-    own = torch.zeros(len(rows), math.ceil(choices / visits), dtype=torch.int64, device=device)
-    return Rows(rows, own, torch.zeros(ranks, dtype=torch.int64, device=device))
+    own_ids = torch.zeros(len(rows), math.ceil(choices / visits), dtype=torch.int64, device=device)
+    return Rows(rows, own_ids, torch.zeros(ranks, dtype=torch.int64, device=device))

@@ -1,10 +1,10 @@
-"""Proves on a small model that experts can be apart: what parts of a layer make of their tokens sums up to the whole."""
+"""Proves on a small model that a layer's experts can be apart: what parts make of their tokens sums up to the whole."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ class _Call:
     tokens: Tensor
     ids: Tensor
     weights: Tensor
+
+    def of(self, layer: nn.Module) -> Tensor:
+        """What the forward of a layer's class makes of it."""
+        return type(layer).forward(layer, self.tokens, self.ids, self.weights)  # type: ignore[no-any-return]
 
 
 def verify_experts(trial: Trial | SmallModel, plan: ExpertsPlan | None = None) -> None:
@@ -70,10 +74,10 @@ def _calls(model: nn.Module, trial: Trial | SmallModel, names: Sequence[str]) ->
 
 def _verify(name: str, layer: nn.Module, role: ExpertsRole, call: _Call) -> None:
     experts = experts_of(layer, role)
-    whole = _results([layer], call, lambda x, weights: type(layer).forward(layer, x, call.ids, weights))
+    expected = _results([layer], call, lambda leaves: leaves.of(layer))
     try:
         layers = [_part(layer, role, index) for index in range(PARTS)]
-        parts = _results(layers, call, lambda x, weights: _summed(layers, experts, x, call.ids, weights))
+        in_parts = _results(layers, call, lambda leaves: _summed(layers, experts, leaves))
     except Exception as error:
         raise PlanError(
             f"{name} does not run in two parts",
@@ -81,8 +85,8 @@ def _verify(name: str, layer: nn.Module, role: ExpertsRole, call: _Call) -> None
             expected="a forward of (tokens [T, D], ids [T, K], weights [T, K]) for any T and K",
             fix="leave its experts together, or pass a plan without it",
         ) from error
-    for what, expected in whole.items():
-        difference = float((parts[what] - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    for what, value in expected.items():
+        difference = float((in_parts[what] - value).abs().max() / value.abs().max().clamp(min=1e-30))
         if not difference <= TOLERANCE:
             raise PlanError(
                 f"{name} computes something else in two parts",
@@ -101,29 +105,30 @@ def _part(layer: nn.Module, role: ExpertsRole, index: int) -> nn.Module:
     return part
 
 
-def _summed(layers: list[nn.Module], experts: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _summed(layers: list[nn.Module], experts: int, call: _Call) -> Tensor:
     """The sum of what each part makes of the tokens that visit it."""
-    total, rows = torch.zeros_like(x), rows_of(ids, parts_of(experts, PARTS))
+    total, rows = torch.zeros_like(call.tokens), rows_of(call.ids, parts_of(experts, PARTS))
     counts = rows.counts.tolist()
-    for layer, tokens, own in zip(layers, rows.tokens.split(counts), rows.ids.split(counts), strict=True):
-        total = total.index_add(0, tokens, own_forward(layer, x[tokens], own, weights[tokens]))
+    for layer, tokens, own_ids in zip(layers, rows.tokens.split(counts), rows.ids.split(counts), strict=True):
+        output = own_forward(layer, call.tokens[tokens], own_ids, call.weights[tokens])
+        total = total.index_add(0, tokens, output)
     return total
 
 
-def _results(
-    layers: list[nn.Module], call: _Call, compute: Callable[[Tensor, Tensor], Tensor]
-) -> dict[str, Tensor]:
+def _results(layers: list[nn.Module], call: _Call, compute: Callable[[_Call], Tensor]) -> dict[str, Tensor]:
     """The output, and the gradients of tokens, weights and parameters; those of parts put together."""
-    x, weights = call.tokens.clone().requires_grad_(), call.weights.clone().requires_grad_()
-    output = compute(x, weights)
+    call = replace(
+        call, tokens=call.tokens.clone().requires_grad_(), weights=call.weights.clone().requires_grad_()
+    )
+    output = compute(call)
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=output.dtype)
     params = [dict(layer.named_parameters()) for layer in layers]
-    leaves = [x, weights, *(of[name] for name in params[0] for of in params)]
+    leaves = [call.tokens, call.weights, *(of[name] for name in params[0] for of in params)]
     gradients = list(torch.autograd.grad((output * direction).sum(), leaves, materialize_grads=True))
-    results = {"output": output.detach(), "the tokens' gradient": gradients.pop(0)}
-    results["the weights' gradient"] = gradients.pop(0)
+    values = {"output": output.detach(), "the tokens' gradient": gradients.pop(0)}
+    values["the weights' gradient"] = gradients.pop(0)
     for name, param in params[0].items():
         pieces = [gradients.pop(0) for _ in layers]
         is_cut = bool(layout_of(param).sharded_axes) or len(layers) == 1
-        results[f"the gradient of {name}"] = torch.cat(pieces) if is_cut else torch.stack(pieces).sum(0)
-    return results
+        values[f"the gradient of {name}"] = torch.cat(pieces) if is_cut else torch.stack(pieces).sum(0)
+    return values
