@@ -91,7 +91,8 @@ ROOMS = {
         "cut": {"modes", "plans"},
         "trial": {"cut", "modes", "plans"},
         "finding": {"cut", "modes", "plans", "trial"},
-        "parallelization": {"cut", "finding", "modes", "plans", "trial"},
+        "experts": {"cut", "finding", "modes", "plans", "trial"},
+        "parallelization": {"cut", "experts", "finding", "modes", "plans", "trial"},
     },
     "cai_pipeline": {
         "plans": set(),

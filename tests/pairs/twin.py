@@ -28,6 +28,10 @@ DEEP = {
     "gpt2, 4 layers": MODELS["gpt2"] | {"n_layer": 4},
 }
 """For two pipeline ranks with two stages each."""
+EXPERTS = {
+    "mixtral": {**MODELS["llama"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**MODELS["llama"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 PAIRS: dict[str, dict[str, Any]] = {
     "bart": {
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
@@ -44,7 +48,8 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP | PAIRS)[name])
+    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP | EXPERTS | PAIRS)[name])
+    config._experts_implementation = "eager"  # torch's grouped product has no float64
     auto = AutoModelForSeq2SeqLM if name in PAIRS else AutoModelForCausalLM
     return auto.from_config(config, attn_implementation="eager").to(torch.float64)
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import twin
 from torch.distributed.device_mesh import init_device_mesh
 
-from cai_mesh import BoxedTensor, clip_grad_norm_
+from cai_mesh import BoxedTensor, ParallelMesh, clip_grad_norm_
 from cai_mesh.testing import assert_names_kept, run_ranks
-from cai_tensor_parallel import parallelize, sub_axes
+from cai_tensor_parallel import parallelize, parallelize_experts, sub_axes
 from cai_zero import shard_module, shard_optimizer
 
 EVEN = 8
@@ -63,3 +63,39 @@ def test_a_cut_sequence_equals_one_process(stage: int, monkeypatch: pytest.Monke
     whole = twin.batch
     monkeypatch.setattr(twin, "batch", lambda *args: whole(*args)[:, :EVEN])
     twin.assert_equals_one_process("gpt2", run_ranks(4, train, "gpt2", stage, "1d", True))
+
+
+def train_experts(name: str, stage: int, ep: int, tensor: int):
+    """Experts over `ep` ranks of data and tensor ranks; dense layers over `tensor` ranks, and ZeRO over the others."""
+    shape = (dist.get_world_size() // tensor, tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+    ranks = ParallelMesh.of(mesh, ep=ep)
+    model = twin.build(name)
+    parallelize_experts(model, ranks)
+    parallelize(model, ranks)
+    if stage == 3:
+        shard_module(model, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage < 3:
+        optimizer = shard_optimizer(optimizer, ranks, model=model, stage=stage)
+
+    def backward(ids):
+        loss = twin.loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+        loss.backward()
+        return loss
+
+    def clip():
+        if stage == 3:
+            return clip_grad_norm_(model.parameters(), twin.CLIP, ranks)
+        return optimizer.clip_grad_norm_(twin.CLIP)
+
+    losses, norms = twin.train(backward, clip, optimizer, mesh["dp_shard"])
+    return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", list(twin.EXPERTS))
+def test_spread_experts_equal_one_process(name: str, stage: int, ep: int, tensor: int):
+    twin.assert_equals_one_process(name, run_ranks(4, train_experts, name, stage, ep, tensor))

@@ -48,6 +48,7 @@ class Case:
     master: str = "whole"
     average: float | None = None
     documents: bool = False
+    experts: int = 1
 
     @property
     def world(self) -> int:
@@ -100,6 +101,36 @@ FP8 = {
 
 
 HIDDEN = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB}
+SPREAD = {
+    "data2-experts2-zero1": Case(data=2, experts=2),
+    "data2-experts2-zero3": Case(data=2, experts=2, zero=3),
+    "data4-experts2-zero2": Case(data=4, experts=2, zero=2, microbatches=2),
+    "data2-tensor2-experts4": Case(data=2, tensor=2, experts=4),
+    "tensor2-experts2-sequence": Case(tensor=2, sequence=True, experts=2),
+    "data2-pipeline2-experts2": Case(data=2, pipeline=2, experts=2),
+    "data2-pipeline2-zb-v-experts2-zero3": Case(
+        data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step", experts=2
+    ),
+    "data2-experts2-recompute": Case(data=2, experts=2, zero=3, recompute="full"),
+    "data2-experts2-selective": Case(data=2, experts=2, recompute="selective"),
+    "data2-experts2-compiled": Case(data=2, experts=2, compile="on"),
+    "data2-experts2-kernels": Case(data=2, experts=2, kernels="on"),
+    "replicate2-data2-experts2": Case(replicate=2, data=2, experts=2, zero=3, microbatches=2),
+}
+"""With the experts of each layer spread over ranks."""
+ROUTED = {
+    **HIDDEN, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24,
+    "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {
+    "qwen3_moe": {**ROUTED, "num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "deepseek_v3": {
+        **ROUTED, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 3, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4,
+    },
+}  # fmt: skip
+"""Types with experts; of DeepSeek-V3 only the last layer has some, beside a shared one."""
 UNPLANNED = {
     "opt": {**HIDDEN, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB},
@@ -129,8 +160,8 @@ def model_config(name: str):
     """A llama with grouped key/value heads, a GPT-2 (tied embeddings, Conv1D) or one of `UNPLANNED`, no dropout."""
     from transformers import AutoConfig
 
-    if name in UNPLANNED | DOCUMENTED:
-        config = AutoConfig.for_model(name, **(UNPLANNED | DOCUMENTED)[name])
+    if name in UNPLANNED | DOCUMENTED | EXPERTS:
+        config = AutoConfig.for_model(name, **(UNPLANNED | DOCUMENTED | EXPERTS)[name])
         config._experts_implementation = "eager"  # torch's grouped products take no float64
         return config
 
@@ -151,6 +182,7 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         replicate=case.replicate,
         shard=case.data,
         zero=case.zero,  # type: ignore[arg-type]
+        experts=c.Experts(case.experts),
         tensor=c.Tensor(case.mode, case.tensor, sequence=case.sequence),  # type: ignore[arg-type]
         pipeline=c.Pipeline(
             size=case.pipeline,

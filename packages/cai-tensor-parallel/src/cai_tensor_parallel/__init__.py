@@ -2,6 +2,9 @@
 
 from cai_mesh.comm import sub_axes
 from cai_tensor_parallel.cut.loss import sharded_logits
+from cai_tensor_parallel.experts.finding import ExpertsRole, find_experts
+from cai_tensor_parallel.experts.layer import ExpertMaths
+from cai_tensor_parallel.experts.parallelization import parallelize_experts
 from cai_tensor_parallel.finding.default_plan import plan_for
 from cai_tensor_parallel.modes.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
 from cai_tensor_parallel.modes.vocab import (
@@ -18,10 +21,14 @@ __version__ = "0.1.0"
 __all__ = [
     "ROLES",
     "ColumnMaths",
+    "ExpertMaths",
+    "ExpertsRole",
     "Plan",
     "ShardedLogits",
+    "find_experts",
     "gather_logits",
     "parallelize",
+    "parallelize_experts",
     "plan_for",
     "sharded_logits",
     "sub_axes",

@@ -28,7 +28,7 @@ from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.transform import Cut
 from cai_tensor_parallel.cut.vocabulary import vocabulary_ends
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
-from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.experts.search import Search
 from cai_tensor_parallel.finding.parts import plan_of_parts
 from cai_tensor_parallel.modes import check_axes
 from cai_tensor_parallel.modes.cutter import Cutter
@@ -55,9 +55,9 @@ def parallelize(
     Names of parameters are kept; each cut one carries a `Layout`. Meta-device models are fine. All ranks of the axis
     must have the same input batch and random seed.
 
-    Experts are cut by hidden features: every rank has a part of each. Where there are fewer key/value heads than ranks,
-    or they do not divide, their layers stay whole, and each rank uses the heads that its query heads need. Query heads
-    that do not divide are cut in runs of one length, the last rank has fewer.
+    Experts are cut by hidden features, unless `parallelize_experts` has spread them. Where there are fewer key/value
+    heads than ranks, or they do not divide, their layers stay whole, and each rank uses the heads that its query heads
+    need. Query heads that do not divide are cut in runs of one length, the last rank has fewer.
 
     First a small model of the same kind is cut over virtual ranks and compared with the whole one, all gradients too. A
     model that is not of transformers is tried where it brings a `trial`.
@@ -71,10 +71,9 @@ def parallelize(
         sequence: whether what is not cut by features is cut along the sequence: norms, dropout, residuals; mode 1d.
         overlap: whether some tokens are multiplied while others travel between one host's GPUs; needs `sequence`, and
             is not for FP8 layers.
-        logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as the model's loss,
-            `generate()` and a loss of your own expect. "sharded": [..., V/tp], never gathered;
-            `vocab_parallel_cross_entropy` takes them, and so does the model's `loss_function` where it is the loss of
-            next tokens; a grid cuts samples, too.
+        logits: the form of a vocabulary-cut head's logits. "whole": [..., V] on every rank, as `generate()` and any
+            loss expect. "sharded": [..., V/tp], never gathered, for `vocab_parallel_cross_entropy` and the model's
+            `loss_function` where it is the loss of next tokens; a grid cuts samples, too.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model. Raises `PlanError` for what cannot be cut, a glob of `plan` that matches nothing, or a small
@@ -86,7 +85,8 @@ def parallelize(
     degree = mesh.degree("tp")
     if degree == 1 and plan is None:
         return model
-    resolved = plan or plan_for(model, degree)
+    search = Search.of(model)
+    resolved = search.changed(plan) if plan else search(model, degree)
     roles = match(resolved, model)
     if logits == "sharded" and plan is None:
         _check_head(model, roles)
@@ -95,9 +95,9 @@ def parallelize(
     _check_ranks(transform, mesh)
     refresh(model)
     small = trial or _trial_of(model, roles, transform, mesh)
-    transform(model, _proved(model, mesh, resolved, transform, small, plan), mesh, Cutter.along(mesh, "tp"))
+    plan = _proved(model, mesh, resolved, transform, small, search, plan and resolved)
+    transform(model, plan, mesh, Cutter.along(mesh, "tp"))
     _guard(model, mesh, transform)
-    show_gradients(model, mesh)
     return model
 
 
@@ -125,6 +125,7 @@ def _guard(model: nn.Module, mesh: ParallelMesh, transform: Cut) -> None:
     guard_state(model, CutState)
     guard_wrapping(model, mesh)
     follow_structure(model, _Added(transform))
+    show_gradients(model, mesh)
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,14 @@ def _proved(
     plan: Plan,
     transform: Cut,
     small: Trial | SmallModel | None,
+    search: Search,
     passed: Plan | None,
 ) -> Plan:
     """The plan, with the roles of parameters that its trial shows to be shared.
 
     Args:
         small: the small model that it is tried on, by the plan that was `passed`; without one, or with one that has no
-            roles, by the one of the small model.
+            roles, by the one that `search` finds for the small model.
     """
     if small is None and transform.mode in GRIDS:
         raise PlanError(
@@ -193,7 +195,7 @@ def _proved(
     shared = not uneven and (shared or shares_heads(informed(model, match(plan, model), degree)))
     group = mesh.group("tp")
     assert group is not None  # more than one rank
-    planned = passed if passed and passed.roles else plan_for
+    planned = passed if passed and passed.roles else search
     added = on_first_rank(group, lambda: verified(small, planned, transform, 4 if shared else RANKS))
     return replace(plan, roles={**plan.roles, **added})
 

@@ -31,7 +31,7 @@ from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
 from cai_pipeline import Observers, PipelineRunner, placement_of, split
-from cai_tensor_parallel import parallelize
+from cai_tensor_parallel import find_experts, parallelize, parallelize_experts
 from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
 
@@ -103,7 +103,7 @@ def rewrite(
 ) -> Loss:
     """Change the operators of a model, in place; return its loss. The plan runs this too.
 
-    The order is: `split`, linear layers in FP8, `parallelize`, `swap`.
+    The order is: `split`, `parallelize_experts`, linear layers in FP8, `parallelize`, `swap`.
     """
     compiled = is_compiled(config, device)
     pipeline = config.parallel.pipeline
@@ -116,7 +116,11 @@ def rewrite(
         )
     placement = placement_of(pipeline.schedule, pipeline.chunks)
     balance = pipeline.balance or "auto"
+    if config.parallel.experts.size > 1:
+        find_experts(model)  # of a stage that has none nothing says that the model has none
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
+    if config.parallel.experts.size > 1:
+        parallelize_experts(model, mesh, trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         cached = config.parallel.zero != 3 and not compiled

@@ -34,6 +34,13 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Experts:
+    size: DEGREE = 1
+    """Ranks over which the experts of each layer are spread; each has a part of them, and tokens travel. They are ranks
+    of `shard` and `tensor`."""
+
+
+@dataclass(frozen=True)
 class Pipeline:
     size: DEGREE = 1
     """Pipeline ranks."""
@@ -78,6 +85,7 @@ class Parallel:
     wire_gradients: Literal["full", "int8", "fp8"] = "full"
     """What gradients are reduced as; what rounding takes from one is added to the next."""
     tensor: Tensor = field(default_factory=Tensor)
+    experts: Experts = field(default_factory=Experts)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
 

@@ -30,6 +30,7 @@ def mesh_spec(config: RunConfig) -> MeshSpec:
         dp_replicate=parallel.replicate,
         dp_shard=parallel.shard,
         tp=parallel.tensor.size,
+        ep=parallel.experts.size,
         tp_axes=() if parallel.tensor.mode == "1d" else tuple(grid_of(parallel).items()),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -77,7 +78,9 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
     Raises what the transforms raise, and `PlanError` where sizes depend on values.
     """
     pipeline = replace(config.parallel.pipeline, size=1, chunks=1)
-    config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=1))
+    tensor, experts = config.parallel.tensor.size, config.parallel.experts.size
+    shard = math.lcm(tensor, experts) // tensor  # as few as ranks of experts can be
+    config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=shard))
     compute = DTYPES[config.precision.compute]
     with imaginary_rank(mesh_spec(config), 0) as mesh, _silence():
         try:

@@ -13,7 +13,7 @@ from cai_apps.config.optimizer import RULES
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import STAGES
 from cai_apps.planner.activations import Saved, saved_bytes
-from cai_apps.planner.plan import Plan, device_of, plan_run
+from cai_apps.planner.plan import Models, Plan, device_of, plan_run
 from cai_mesh.errors import CaiError, ConfigError, PlanError
 
 OVERHEAD = 2 * 2**30
@@ -72,6 +72,7 @@ class Planner:
     resolve: Callable[[Any, int], Any]
     workload: Callable[[Any], Workload]
     _saved_by_config: dict[str, Saved] = field(default_factory=dict)
+    _transformed: dict[str, tuple[Workload, Models]] = field(default_factory=dict)
 
     def plan(self, config: Any, *, ranks: int, memory: int | None = None) -> Plan:
         """Return the plan of a config as it was given; what is "auto" is chosen for devices of so many bytes.
@@ -144,11 +145,14 @@ class Planner:
         return staged_configs
 
     def _plan(self, config: Any, ranks: int) -> Plan:
-        workload = self.workload(config)
+        key = repr(settled(config, RECOMPUTE[0], UNSHARD[-1]))
+        if key not in self._transformed:
+            self._transformed = {key: (self.workload(config), Models())}  # models of one config at a time
+        workload, models = self._transformed[key]
         key = repr(_what_forwards_depend_on(config))
         if key not in self._saved_by_config:
             self._saved_by_config[key] = saved_bytes(config, workload, device_of(config))
-        return plan_run(config, workload, ranks=ranks, saved=self._saved_by_config[key])
+        return plan_run(config, workload, ranks=ranks, saved=self._saved_by_config[key], models=models)
 
 
 def _forms(config: Any) -> tuple[str, ...]:
@@ -168,7 +172,7 @@ def _what_forwards_depend_on(config: Any) -> Any:
     usual, parallel = RunConfig(), config.parallel
     return replace(
         config,
-        parallel=replace(usual.parallel, tensor=parallel.tensor),
+        parallel=replace(usual.parallel, tensor=parallel.tensor, experts=parallel.experts),
         memory=usual.memory,
         optimizer=usual.optimizer,
         lr_schedule=usual.lr_schedule,

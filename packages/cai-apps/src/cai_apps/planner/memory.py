@@ -61,13 +61,22 @@ def moment_bytes(config: RunConfig, model: nn.Module) -> float:
     return value * sum(slots[by_rule] * sizes[by_rule] for by_rule in sizes) / max(1, sum(sizes.values()))
 
 
-def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int = 0) -> ModelState:
+def model_state(
+    config: RunConfig,
+    trained: int,
+    moments: float,
+    *,
+    frozen: int = 0,
+    sharded: tuple[int, int] | None = None,
+) -> ModelState:
     """The state of a rank.
 
     Args:
         trained: elements of its stage's tensor shard that learn.
         moments: bytes an element that the optimizer keeps beside master weights.
         frozen: elements that do not. They have neither gradients nor state, and no master weights but in stage 3.
+        sharded: elements that learn, and that do not, of the part that ZeRO leaves to a rank. None: `shard` ranks
+            divide all of them; experts are divided among fewer.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
     gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate; where
@@ -75,7 +84,7 @@ def model_state(config: RunConfig, trained: int, moments: float, *, frozen: int 
     """
     zero, ranks = config.parallel.zero, config.parallel.shard
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
-    local_trained, local_frozen = -(-trained // ranks), -(-frozen // ranks)
+    local_trained, local_frozen = sharded or (-(-trained // ranks), -(-frozen // ranks))
     stepped = trained if zero == 0 else local_trained
     split = splits_master(config)
     masters = master - compute if split else master if master != compute else 0

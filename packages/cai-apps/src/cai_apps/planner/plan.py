@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -28,6 +28,7 @@ from cai_apps.planner.memory import (
 from cai_apps.planner.offloaded import OffloadNeeds, offload_needs
 from cai_apps.planner.world import imaginary_rank
 from cai_mesh.comm import AXES
+from cai_mesh.layout import layout_of
 from cai_mesh.storage import units
 from cai_pipeline import Action, Stages, begin_with, place, placement_of
 
@@ -93,7 +94,40 @@ def device_of(config: RunConfig) -> torch.device:
     return torch.device("cpu" if config.train.device == "cpu" else "cuda")
 
 
-def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved | None = None) -> Plan:
+@dataclass
+class Models:
+    """Models on the meta device for plans of one workload, whose configs differ in nothing that a transform reads.
+
+    A model of hundreds of layers takes seconds to be built and transformed.
+    """
+
+    _model: nn.Module | None = None
+    _stages: dict[int, nn.Module] = field(default_factory=dict)
+
+    def whole(self, workload: Workload) -> nn.Module:
+        """Return the model as it is."""
+        if self._model is None:
+            self._model = on_meta(workload)
+        return self._model
+
+    def stage(self, config: RunConfig, workload: Workload, rank: int) -> nn.Module:
+        """Return what a pipeline rank makes of it."""
+        if rank not in self._stages:
+            spec, model = mesh_spec(config), on_meta(workload)
+            with imaginary_rank(spec, rank * (spec.world_size // spec.pp)) as mesh:
+                rewrite(config, workload, model, mesh, device=device_of(config))
+            self._stages[rank] = model
+        return self._stages[rank]
+
+
+def plan_run(
+    config: RunConfig,
+    workload: Workload,
+    *,
+    ranks: int,
+    saved: Saved | None = None,
+    models: Models | None = None,
+) -> Plan:
     """Work out a run of a resolved config, with the model as `compose` rewrites it.
 
     Args:
@@ -101,14 +135,18 @@ def plan_run(config: RunConfig, workload: Workload, *, ranks: int, saved: Saved 
         ranks: the number of ranks of the run.
         saved: bytes that a forward keeps, where they are known already: nothing but recompute, ZeRO, data ranks,
             pipeline stages and the optimizer differ.
+        models: those of another plan, of a config that differs in no more than recompute and `unshard`.
 
     Raises:
         CaiError: an error of a transform.
     """
     device = device_of(config)
     saved = saved or saved_bytes(config, workload, device)
-    stages = tuple(_stage(config, workload, rank, saved) for rank in range(config.parallel.pipeline.size))
-    full_model, spec = on_meta(workload), mesh_spec(config)
+    models = models or Models()
+    stages = tuple(
+        _stage(config, workload, rank, saved, models) for rank in range(config.parallel.pipeline.size)
+    )
+    full_model, spec = models.whole(workload), mesh_spec(config)
     trained, frozen = elements(full_model)
     may_offload = ranks == 1 and workload.quantized is None
     needs = offload_needs(config, full_model, stages[0].activations) if may_offload else None
@@ -124,17 +162,31 @@ def elements(model: nn.Module) -> tuple[int, int]:
     return sizes[True], sizes[False]
 
 
-def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved) -> StagePlan:
-    spec, pipeline = mesh_spec(config), config.parallel.pipeline
-    model = on_meta(workload)
-    with imaginary_rank(spec, rank * (spec.world_size // spec.pp)) as mesh:
-        rewrite(config, workload, model, mesh, device=device_of(config))
+def _sharded(config: RunConfig, model: nn.Module) -> tuple[int, int]:
+    """Return the elements of a stage's tensor shard that learn, and that do not, on a rank that ZeRO shards them over.
+
+    The ranks of `shard` divide parameters between them; of experts only those that hold the same ones.
+    """
+    spec = mesh_spec(config)
+    sizes = {(learns, spread): 0 for learns in (True, False) for spread in (True, False)}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad, "ep" in layout_of(parameter).sharded_axes] += parameter.numel()
+    dense, experts = config.parallel.shard, spec.edp
+    return (
+        -(-sizes[True, False] // dense) - (-sizes[True, True] // experts),
+        -(-sizes[False, False] // dense) - (-sizes[False, True] // experts),
+    )
+
+
+def _stage(config: RunConfig, workload: Workload, rank: int, saved: Saved, models: Models) -> StagePlan:
+    pipeline, model = config.parallel.pipeline, models.stage(config, workload, rank)
     names = {module: name for name, module in model.named_modules()}
     block_names = tuple(names[layer] for layer in workload.layers(model))
     trained, frozen = elements(model)
-    state = model_state(config, trained, moment_bytes(config, model), frozen=frozen)
+    moments, shares = moment_bytes(config, model), _sharded(config, model)
+    state = model_state(config, trained, moments, frozen=frozen, sharded=shares)
     if workload.frozen_elements:
-        share = workload.frozen_elements * (trained + frozen) // sum(elements(on_meta(workload)))
+        share = workload.frozen_elements * (trained + frozen) // sum(elements(models.whole(workload)))
         state = replace(state, parameters=state.parameters + beside_bytes(config, share))
     if workload.quantized is not None:
         saved_by_codes = bytes_saved(model, workload.quantized.kind, COMPUTE_BYTES[config.precision.compute])

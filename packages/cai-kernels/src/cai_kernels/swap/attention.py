@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +38,12 @@ def swap_attention(model: nn.Module, record: Swapped, backend: Backend) -> None:
     around: dict[
         Callable, Callable
     ] = {}  # one function for modules that share a forward: they share compiled code too
+    calls: dict[Hashable, bool] = {}  # hundreds of modules share a few forwards
     for name, module in model.named_modules():
-        if not calls_attention(module):
+        kind = _kind(module)
+        if kind not in calls:
+            calls[kind] = calls_attention(module)
+        if not calls[kind]:
             continue
         swapped_forward = record.forward_of(module)
         reason = None if swapped_forward is not None else taken(module)
@@ -124,6 +128,16 @@ def calls_attention(module: nn.Module) -> bool:
                 next_level += _named(source, module, is_method)
         level = next_level
     return any(function is F.scaled_dot_product_attention for function, _ in level)
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """All that `calls_attention` reads of a module: equal for modules of which it says the same."""
+    attributes = (
+        (name, id(value) if _is_function(value) else value)
+        for name, value in vars(module).items()
+        if isinstance(value, str) or _is_function(value)
+    )
+    return type(module), id(getattr(module, "config", None)), tuple(attributes)
 
 
 def _named(source: types.FunctionType, module: nn.Module, is_method: bool) -> Iterator[tuple[Callable, bool]]:

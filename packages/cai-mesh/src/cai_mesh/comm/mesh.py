@@ -105,6 +105,10 @@ class ParallelMesh:
     def device_type(self) -> str:
         return self.dense.device_type
 
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dense.size()
+
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """All dimensions of all views."""

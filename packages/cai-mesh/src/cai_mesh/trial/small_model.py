@@ -65,6 +65,8 @@ _SMALL = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,

@@ -190,7 +190,7 @@ class Row(Local):
 
 def apply(module: nn.Module, role: Role, context: ModeContext) -> None:
     """Give one module its role. Raises `PlanError` when the module cannot play it."""
-    if role.kind in ("replicated", "replicate", "local_params", *STREAM_ROLES):
+    if role.kind in ("replicated", "replicate", "replicated_experts", "local_params", *STREAM_ROLES):
         return
     if role.parameter:
         cut_parameter(module, role, context)

@@ -27,8 +27,8 @@ from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.tokens import DIM, all_tokens, all_tokens_leading, own_tokens
 from cai_tensor_parallel.plans.plan import STREAM_ROLES, Role
 
-PARTS = ("moe_tp_experts", "all_reduce")
-"""Roles of modules that sum what they return over the ranks, for the whole sequence."""
+PARTS = ("moe_tp_experts", "all_reduce", "replicated_experts")
+"""Roles of modules that return the same on all ranks, for the whole sequence."""
 ALIKE = ("kv_heads", "mla_kv_a_proj")
 GATHERED = "colwise_gather_output"
 INWARD = ("colwise", "packed_colwise", GATHERED, *ALIKE)

@@ -33,6 +33,7 @@ ROLES = {
     "moe_tp_experts": "a module whose cut parameters make a part of a sum: its inputs are whole, the sum is",
     "all_reduce": "moe_tp_experts, of a module that is always used",
     "moe_identity_expert": "an expert without parameters inside moe_tp_experts, counted once in the sum",
+    "replicated_experts": "experts that make whole results of whole inputs, as those that are spread over ranks of ep",
     "local_params": "a module that computes as it is with parameters of its own that are cut",
 }
 """Role names a plan may use, with what they mean.

@@ -1,0 +1,94 @@
+"""`parallelize_experts`: the experts of a model's layers spread over the ranks of a mesh, in place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from cai_mesh.comm import AnyMesh, ParallelMesh
+from cai_mesh.errors import PlanError
+from cai_mesh.layout import refresh
+from cai_mesh.storage import guard_state, show_gradients
+from cai_mesh.trial import Trial
+from cai_tensor_parallel.cut.saving import CutState
+from cai_tensor_parallel.experts.cutting import keep_own, reduce_among_copies
+from cai_tensor_parallel.experts.finding import (
+    ExpertsPlan,
+    ExpertsRole,
+    experts_here,
+    experts_of,
+    find_experts,
+)
+from cai_tensor_parallel.experts.layer import ExpertMaths, Spread, own_forward, spread
+from cai_tensor_parallel.experts.routes import parts_of
+from cai_tensor_parallel.experts.trial import verify_experts
+from cai_tensor_parallel.modes.cutter import Cutter
+from cai_tensor_parallel.trial.verify import on_first_rank, trial_of
+
+
+def parallelize_experts(
+    model: nn.Module,
+    mesh: AnyMesh,
+    plan: ExpertsPlan | None = None,
+    *,
+    maths: ExpertMaths = own_forward,
+    trial: Trial | None = None,
+) -> nn.Module:
+    """Spread the experts of a model's layers over the `ep` axis of a mesh: each rank keeps some of each layer's.
+
+    Tokens travel to the ranks of the experts that they visit, each once to a rank, and what is made of them travels
+    back (expert parallelism: Lepikhin et al., arXiv:2006.16668). No token is dropped. Ranks of `ep` are ranks of
+    `dp_shard`, `cp` and `tp`: they read samples of their own. Names of parameters are kept; each cut one carries a
+    `Layout` and a `ReduceSpec`, by which cai-zero's optimizers, norms and checkpoints go. Meta-device models are fine.
+
+    All ranks of `ep` run the same number of forwards and backwards.
+
+    First each kind of layer is tried in two parts, on a small model of the same kind, and compared with itself whole. A
+    model that is not of transformers is tried where it brings a `trial`.
+
+    Args:
+        mesh: `ParallelMesh.of(mesh, ep=...)`.
+        plan: the layers of experts by name; None: found by their structure, see `find_experts`.
+        maths: computes with the experts that a rank holds; see `ExpertMaths`. Default: the layer's own forward.
+        trial: a small model of the same kind; None: made of the model's transformers config.
+
+    Returns the model; a pipeline's stage without experts as it was. Raises `PlanError` where no experts are found,
+    their number does not divide, or parts of a small layer do not sum up to the whole; `MeshError` for a mesh without
+    an expert view.
+    """
+    mesh = ParallelMesh.of(mesh)
+    degree = mesh.degree("ep")
+    if degree == 1:
+        return model
+    is_stage = hasattr(model, "cai_stages")
+    roles = experts_here(model, plan) if is_stage else find_experts(model, plan)
+    if not roles:
+        return model
+    for name, role in roles.items():
+        _check(name, model.get_submodule(name), role, degree)
+    refresh(model)
+    small = trial or trial_of(model, labelled=False)
+    group = mesh.group("ep")
+    assert group is not None  # more than one rank
+    if small is not None:
+        on_first_rank(group, lambda: verify_experts(small, plan) or {})
+    cutter, copies = Cutter.along(mesh, "ep"), mesh.group("tp")
+    for name, role in roles.items():
+        layer = model.get_submodule(name)
+        over = Spread(group, tuple(parts_of(experts_of(layer, role), degree)), copies)
+        keep_own(layer, role, cutter)
+        reduce_among_copies(layer, role, mesh)
+        spread(layer, role, over, maths)
+    guard_state(model, CutState)
+    show_gradients(model, mesh)
+    return model
+
+
+def _check(name: str, layer: nn.Module, role: ExpertsRole, degree: int) -> None:
+    experts = experts_of(layer, role)
+    if experts % degree:
+        raise PlanError(
+            f"the experts of {name} do not divide over the ranks",
+            got=f"{experts} experts over {degree} ranks",
+            expected=f"a multiple of {degree}",
+            fix="choose a degree ep that divides them",
+        )

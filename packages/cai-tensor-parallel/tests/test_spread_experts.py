@@ -1,0 +1,155 @@
+"""Experts spread over ranks equal one plain process: losses, every gradient, steps; tokens that all go one way, too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from role_models import build
+from torch.distributed.device_mesh import init_device_mesh
+
+from cai_mesh import BoxedTensor, ParallelMesh
+from cai_mesh.comm import GRADIENT_AXES
+from cai_mesh.layout import record_of
+from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
+from cai_tensor_parallel import find_experts, parallelize, parallelize_experts
+
+MODELS = (
+    *("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe", "mimo_v2_flash", "beam"),
+    *("qwen2_moe", "olmoe", "glm4_moe", "phimoe", "jamba"),
+)
+FLOAT32 = ("deepseek_v2", "deepseek_v3", "mimo_v2_flash", "beam", "glm4_moe", "jamba")
+"""Models that compute parts of themselves in float32, whatever they are given."""
+BATCH, LENGTH, STEPS = 8, 6, 3
+
+
+def samples(step):
+    return torch.randint(0, 40, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def skew(model, kind):
+    """Let the router of every layer choose nearly the same experts, or never the last, for all tokens."""
+    for name in find_experts(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        router = getattr(block, "gate", None) or block.router
+        with torch.no_grad():
+            router.weight.zero_()
+            router.weight[: 1 if kind == "one" else 2, 0] = 50.0
+
+
+def loss_of(model, ids):
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def plainly(name, kind, steps):
+    model = build(name)
+    if kind:
+        skew(model, kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, samples(step))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        if step < steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def reduce(model, mesh):
+    """The sum over the ranks that each parameter's record names, divided by what it names."""
+    for param in model.parameters():
+        spec = record_of(param).reduce
+        axes, divisor = (spec.sum_axes, spec.divisor) if spec else (GRADIENT_AXES, None)
+        group = mesh.group(axes)
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        if group is not None:
+            dist.all_reduce(grad, group=group)
+        param.grad = grad / (divisor or mesh.degree(axes))
+
+
+def spread(name, ep, kind, steps, recompute):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = ParallelMesh.of(mesh, ep=ep)
+    model = build(name)
+    if kind:
+        skew(model, kind)
+    names = [n for n, _ in model.named_parameters()]
+    parallelize_experts(model, mesh)
+    assert_names_kept(names, [n for n, _ in model.named_parameters()])
+    if recompute:
+        model.train().gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, samples(step).chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        reduce(model, mesh)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+        if step < steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    grads = {
+        n: BoxedTensor.like(p, p.grad.clone()).to_full(dist.group.WORLD) for n, p in model.named_parameters()
+    }
+    held = {n: p.numel() for n, p in model.named_parameters()}
+    return losses, grads, held
+
+
+def check(name, world, ep, kind="", steps=STEPS, recompute=""):
+    results = run_ranks(world, spread, name, ep, kind, steps, recompute)
+    losses, grads = plainly(name, kind, steps)
+    tolerance = 3e-6 if name in FLOAT32 else 1e-9
+    assert results[0][0] == pytest.approx(losses, rel=tolerance)
+    assert_same_as_one_device(results[0][1], grads, tolerance=tolerance)
+    return results[0][2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_process(name):
+    check(name, 2, 2)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_four_ranks_equal_one_process(ep):
+    held = check("mixtral", 4, ep)
+    whole = {n: p.numel() for n, p in build("mixtral").named_parameters()}
+    for name, count in held.items():
+        assert count == whole[name] // (ep if ".experts." in name else 1)
+
+
+@pytest.mark.parametrize("recompute", ["", "blocks", "reentrant"])
+@pytest.mark.parametrize("kind", ["one", "some"])
+def test_experts_without_tokens(kind, recompute):
+    check("mixtral", 4, 4, kind, recompute=recompute)
+
+
+def beside_tensor_ranks(name, shape, ep, sequence):
+    mesh = ParallelMesh.of(init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp")), ep=ep)
+    model = build(name)
+    parallelize_experts(model, mesh)
+    parallelize(model, mesh, sequence=sequence)
+    loss = loss_of(model, samples(0).chunk(shape[0])[mesh.index("dp_shard")])
+    loss.backward()
+    reduce(model, mesh)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    grads = {
+        n: BoxedTensor.like(p, p.grad.clone()).to_full(dist.group.WORLD) for n, p in model.named_parameters()
+    }
+    return float(total) / dist.get_world_size(), grads
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("shape, ep", [((2, 2), 4), ((2, 2), 2), ((1, 2), 2)], ids=str)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_beside_tensor_ranks_equals_one_process(name, shape, ep, sequence):
+    results = run_ranks(shape[0] * shape[1], beside_tensor_ranks, name, shape, ep, sequence)
+    losses, grads = plainly(name, "", 1)
+    tolerance = 3e-6 if name in FLOAT32 else 1e-9
+    for loss, got in results:
+        assert loss == pytest.approx(losses[0], rel=tolerance)
+        assert_same_as_one_device(got, grads, tolerance=tolerance)
