@@ -3,6 +3,7 @@
 from cai_mesh.comm import sub_axes
 from cai_tensor_parallel.cut.loss import sharded_logits
 from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.log_probs import ChunkMaths, TorchChunks, head_log_probs, is_cut_by_columns
 from cai_tensor_parallel.modes.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
 from cai_tensor_parallel.modes.vocab import (
     ShardedLogits,
@@ -17,10 +18,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ROLES",
+    "ChunkMaths",
     "ColumnMaths",
     "Plan",
     "ShardedLogits",
+    "TorchChunks",
     "gather_logits",
+    "head_log_probs",
+    "is_cut_by_columns",
     "parallelize",
     "plan_for",
     "sharded_logits",

@@ -41,9 +41,14 @@ LAYOUTS = FP8 | {
     "data2-zero3": Case(data=2, zero=3, kernels="on"),
     "tensor2": Case(tensor=2),
     "tensor2-sequence-kernels": Case(tensor=2, sequence=True, kernels="on"),
+    "tensor2-kernels": Case(tensor=2, kernels="on"),
     "pipeline2": Case(pipeline=2),
     "pipeline2-zb-v": Case(pipeline=2, chunks=2, schedule="zb-v", unshard="step"),
     "tensor4-2d": Case(tensor=4, mode="2d"),
+    "data2-tensor2-zero3-kernels": Case(data=2, tensor=2, zero=3, kernels="on"),
+    "tensor2-pipeline2-kernels": Case(
+        tensor=2, pipeline=2, chunks=2, schedule="zb-v", unshard="step", kernels="on"
+    ),
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
     "data2-pipeline2-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
 }
@@ -62,7 +67,7 @@ WIDE = {
         if LAYOUTS[layout].world == 2 and layout not in FP8
         for algorithm in (*SOME, "ipo", "simpo")
     ],
-    4: [(layout, algorithm) for layout in ("tensor4-2d", "data2-pipeline2-zero3") for algorithm in SOME],
+    4: [(layout, algorithm) for layout in LAYOUTS if LAYOUTS[layout].world == 4 for algorithm in SOME],
     8: [("2x2x2-zero1", algorithm) for algorithm in SOME],
 }
 """Pairs of the matrix."""
@@ -74,9 +79,13 @@ TOGETHER = {
     2: [
         *(("data2-zero0", "orpo"), ("data2-zero2", "ipo"), ("data2-zero3", "dpo"), ("data2-zero3", "kto")),
         *(("tensor2", "orpo"), ("tensor2-sequence-kernels", "dpo"), ("tensor2-sequence-kernels", "reward")),
+        ("tensor2-kernels", "simpo"),
         *(("pipeline2", "kto"), ("pipeline2", "reward"), ("pipeline2-zb-v", "simpo")),
     ],
-    4: [("tensor4-2d", "dpo"), ("data2-pipeline2-zero3", "kto"), ("data2-pipeline2-zero3", "reward")],
+    4: [
+        *(("tensor4-2d", "dpo"), ("data2-pipeline2-zero3", "kto"), ("data2-pipeline2-zero3", "reward")),
+        *(("data2-tensor2-zero3-kernels", "dpo"), ("tensor2-pipeline2-kernels", "kto")),
+    ],
     8: [("2x2x2-zero1", "dpo")],
 }
 """Pairs of the suite: each algorithm on one rank, each layout once or twice."""

@@ -131,6 +131,7 @@ class Gatherer:
         self._in_backward: set[Sharded] = set()  # used in the backward under way and not free again
         self._passed, self._unexpected = passed, unexpected
         self._begun = False  # a forward, by what `begin_step` has gathered
+        self.keeps_last = False  # after a forward without gradients too
 
     # -- one unit ------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,8 @@ class Gatherer:
 
     def stays(self, unit: Sharded) -> bool:
         """Whether a unit stays unsharded after its forward, for the backward: by choice, and the model's last one."""
-        return torch.is_grad_enabled() and (self._keep or unit is self.units[0] or unit is self.order.last)
+        is_last = unit is self.units[0] or unit is self.order.last
+        return (torch.is_grad_enabled() and (self._keep or is_last)) or (self.keeps_last and is_last)
 
     def _prefetch(self) -> None:
         pending = sum(unit.nbytes for unit in self._prefetched)

@@ -63,6 +63,7 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         quantized=quantized_base(config),
         measures=measures_of(config.alignment),
         before_step=comparison or Comparison(config),
+        chooses_places=not has_value_head(config),
     )
 
 
