@@ -16,7 +16,7 @@ from torch import nn
 
 from cai_mesh.comm import Members, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Local, Ready, linear, routed
+from cai_mesh.gradients import Local, Ready, by_rule, routed
 from cai_mesh.protocols import TensorHandle
 from cai_tensor_parallel.log_probs.chunks import ChunkMaths, TorchChunks, chunk_size, merged
 from cai_tensor_parallel.modes.one_d import Column
@@ -191,7 +191,7 @@ def head_log_probs(
         limit,
         maths or TorchChunks(),
     )
-    result = linear(hidden.reshape(-1, hidden.shape[-1]), weight, head.bias, own)  # type: ignore[arg-type]
+    result = by_rule(head, own, hidden.reshape(-1, hidden.shape[-1]))
     if not entropy:
         return result.view(target.shape)
     return result[:, 0].view(target.shape), result[:, 1].view(target.shape)
