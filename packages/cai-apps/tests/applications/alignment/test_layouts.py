@@ -65,7 +65,7 @@ WIDE = {
         (layout, algorithm)
         for layout in LAYOUTS
         if LAYOUTS[layout].world == 2 and layout not in FP8
-        for algorithm in (*SOME, "ipo", "simpo")
+        for algorithm in (*SOME, "ipo", "simpo", "dpo-shared")
     ],
     4: [(layout, algorithm) for layout in LAYOUTS if LAYOUTS[layout].world == 4 for algorithm in SOME],
     8: [("2x2x2-zero1", algorithm) for algorithm in SOME],
@@ -79,7 +79,8 @@ TOGETHER = {
     2: [
         *(("data2-zero0", "orpo"), ("data2-zero2", "ipo"), ("data2-zero3", "dpo"), ("data2-zero3", "kto")),
         *(("tensor2", "orpo"), ("tensor2-sequence-kernels", "dpo"), ("tensor2-sequence-kernels", "reward")),
-        ("tensor2-kernels", "simpo"),
+        *(("tensor2-kernels", "simpo"), ("tensor2-sequence-kernels", "dpo-shared")),
+        *(("data2-zero3", "reward-shared"), ("pipeline2-zb-v", "dpo-shared")),
         *(("pipeline2", "kto"), ("pipeline2", "reward"), ("pipeline2-zb-v", "simpo")),
     ],
     4: [
@@ -111,7 +112,7 @@ def trained(
 
 
 def _trained(layout: str, algorithm: str, directories: dict[str, str], form: str, lora: bool):
-    rows = PreferenceRows.of(*_source(directories, algorithm))
+    rows = _rows(directories, algorithm)
     config, plain = session_of(layout, algorithm, form, lora)
     if form == "computed" and ALGORITHMS[config.alignment.algorithm].reference:
         config = replace(config, data=replace(config.data, cache=directories["cache"]))
@@ -139,6 +140,11 @@ def _copies(boxed) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in full(boxed).items()}
 
 
+def _rows(directories: dict[str, str], algorithm: str) -> PreferenceRows:
+    shares = algorithm.endswith("-shared")
+    return PreferenceRows.of(*_source(directories, algorithm), shares_prompts=shares)
+
+
 def _source(directories: dict[str, str], algorithm: str):
     from cai_apps.data.documents import open_documents
     from cai_apps.data.preference.prepare import Preferences
@@ -163,7 +169,7 @@ def plain(directories):
 
     def of(algorithm: str):
         if algorithm not in kept:
-            kept[algorithm] = twin(algorithm, PreferenceRows.of(*_source(directories, algorithm)))
+            kept[algorithm] = twin(algorithm, _rows(directories, algorithm))
         return kept[algorithm]
 
     return of
