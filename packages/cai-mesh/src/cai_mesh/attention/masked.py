@@ -58,10 +58,17 @@ def prefix_mask(
     position = places - starts.gather(1, document) + room
     keys = document[:, None, :]
     seen = (document[:, :, None] == keys) | (before[:, :, None] == keys)
-    distance = position[:, :, None] - position[:, None, :]
+    query, key = (
+        position[:, :, None],
+        position[:, None, :],
+    )  # compared, for no number of each pair has to be kept
     if causal:
-        seen = seen & (distance >= 0)
-    return (seen if window is None else seen & (distance.abs() < window))[:, None]
+        seen &= key <= query
+    if window is not None:
+        seen &= key > query - window
+        if not causal:
+            seen &= key < query + window
+    return seen[:, None]
 
 
 def _mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor | None:
