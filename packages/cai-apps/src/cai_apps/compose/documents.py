@@ -40,8 +40,8 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     if call.cu_seqlens is None:
         return attention(query, key, value, **options)
     if call.prefixes is not None:
-        seen = {"causal": call.causal, "window": call.window}
-        mask = prefix_mask(call.cu_seqlens, call.prefixes, query.shape[-2], **seen)
+        length, window = query.shape[-2], call.window
+        mask = prefix_mask(call.cu_seqlens, call.prefixes, length, causal=call.causal, window=window)
         return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
     return document_attention(query, key, value, call.cu_seqlens, **options)
 
@@ -102,8 +102,13 @@ class _Rows:
         """Return the places of a row of which each document is made, whole."""
         rows = []
         for bounds, prefixes in zip(self.starts().tolist(), self._prefixes(), strict=True):
-            own = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
-            rows.append([(own[p] if p != d else []) + own[d] for d, p in enumerate(prefixes)])
+            spans = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
+            rows.append(
+                [
+                    span if prefix == number else spans[prefix] + span
+                    for number, (span, prefix) in enumerate(zip(spans, prefixes, strict=True))
+                ]
+            )
         return rows
 
     def _prefixes(self) -> tuple[tuple[int, ...], ...]:
@@ -111,10 +116,13 @@ class _Rows:
 
     def inputs(self) -> dict[str, Tensor]:
         """Return what the model reads of the rows beside their ids."""
-        sizes = zip(self.sources(), self.lengths, strict=True)
         places = [
-            [p for d, n in zip(row, own, strict=True) for p in range(len(d) - n, len(d))]
-            for row, own in sizes
+            [
+                position
+                for document, length in zip(documents, lengths, strict=True)
+                for position in range(len(document) - length, len(document))
+            ]
+            for documents, lengths in zip(self.sources(), self.lengths, strict=True)
         ]
         inputs = {"position_ids": torch.tensor(places), "cu_seqlens": self.starts()}
         return inputs if self.prefixes is None else inputs | {"prefixes": torch.tensor(self.prefixes).int()}

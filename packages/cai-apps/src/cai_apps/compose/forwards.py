@@ -30,7 +30,7 @@ def scores(
         loss: the loss, which knows how outputs are cut over ranks.
         batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
         score: a function of the loss, the model's output and the target.
-        sharding: what shards the model's parameters in stage 3; None: nothing does.
+        sharding: the sharding of the model's parameters in stage 3; None: there is none.
 
     Returns nothing on ranks without the last stage.
     """

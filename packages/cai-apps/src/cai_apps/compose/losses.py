@@ -162,9 +162,11 @@ class NextTokenLoss:
 
         def question(head: nn.Module, hidden: Tensor, softcap: float | None) -> Tensor:
             maths = KernelChunks() if self.runs_kernels(hidden) else None
-            result = head_log_probs(head, hidden, target, ignore_index=IGNORED, softcap=softcap, maths=maths)
-            assert isinstance(result, Tensor)
-            return result
+            log_probs = head_log_probs(
+                head, hidden, target, ignore_index=IGNORED, softcap=softcap, maths=maths
+            )
+            assert isinstance(log_probs, Tensor)
+            return log_probs
 
         answer = logits.answer(question)
         return -self._losses(logits.form(), target, "none") if answer is None else answer
@@ -216,9 +218,9 @@ class NextTokenLoss:
         all_reduce(place, self.form.columns, op="min").wait()
         return place
 
-    def runs_kernels(self, x: Tensor) -> bool:
+    def runs_kernels(self, tensor: Tensor) -> bool:
         """Return whether kernels compute with a tensor's kind of numbers where it is."""
-        able = self.kernels == "on" or (x.is_cuda and x.dtype != torch.float64)
+        able = self.kernels == "on" or (tensor.is_cuda and tensor.dtype != torch.float64)
         return able and self.kernels != "off"
 
     def _maths(self, logits: Tensor) -> ColumnMaths | None:

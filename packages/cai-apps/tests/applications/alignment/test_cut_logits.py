@@ -9,7 +9,6 @@ import pytest
 import torch
 from layouts import Case, model_config
 from preference_toys import LENGTH, config_of, rows_of
-from test_layouts import CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cai_apps.applications.alignment.reference import Comparison, answer_scores
@@ -27,6 +26,7 @@ from cai_mesh.testing import run_ranks
 from cai_tensor_parallel.log_probs import rule
 
 VOCAB, WIDTH, BATCH, CHUNK = 96, 32, 8, 5
+CPU = torch.device("cpu")
 CASES = {
     "tensor": Case(tensor=2, kernels="on", microbatches=1),
     "sequence": Case(tensor=2, sequence=True, kernels="on", microbatches=1),

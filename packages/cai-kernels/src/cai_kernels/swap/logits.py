@@ -127,14 +127,14 @@ class Logits(torch.Tensor):
         self.check()
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
             hidden = self.hidden if cap[0] == 1.0 else self.hidden * cap[0]
-            result = self.source.answer(hidden, question, cap[1])
-        self.tell(result)
-        return result
+            answer = self.source.answer(hidden, question, cap[1])
+        self.tell(answer)
+        return answer
 
-    def tell(self, result: torch.Tensor) -> None:
+    def tell(self, outcome: torch.Tensor) -> None:
         """Let hooks on these logits hear when the backward of what was made of them begins."""
-        if result.requires_grad and self.hooks:
-            result.register_hook(_teller(self.hooks))
+        if outcome.requires_grad and self.hooks:
+            outcome.register_hook(_teller(self.hooks))
 
     def check(self) -> None:
         """Raise `KernelError` if logits can no longer be computed as they were."""

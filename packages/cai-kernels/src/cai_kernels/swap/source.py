@@ -72,7 +72,7 @@ class Source:
         """The answer to a question about the layer, called while its weights are there; of a layer called again."""
         self.check()
         with self._as_then(hidden):
-            return self.head(hidden, lambda head, x: question(head, x, softcap))
+            return self.head(hidden, lambda head, layer_input: question(head, layer_input, softcap))
 
     def _as_then(self, hidden: torch.Tensor) -> torch.autocast:
         enabled, dtype = self.autocast

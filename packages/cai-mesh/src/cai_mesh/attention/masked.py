@@ -57,18 +57,18 @@ def prefix_mask(
     room = starts.diff(dim=1).gather(1, before).masked_fill(before == document, 0)
     position = places - starts.gather(1, document) + room
     keys = document[:, None, :]
-    seen = (document[:, :, None] == keys) | (before[:, :, None] == keys)
+    visible = (document[:, :, None] == keys) | (before[:, :, None] == keys)
     query, key = (
         position[:, :, None],
         position[:, None, :],
     )  # compared, for no number of each pair has to be kept
     if causal:
-        seen &= key <= query
+        visible &= key <= query
     if window is not None:
-        seen &= key > query - window
+        visible &= key > query - window
         if not causal:
-            seen &= key < query + window
-    return seen[:, None]
+            visible &= key < query + window
+    return visible[:, None]
 
 
 def _mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor | None:

@@ -123,8 +123,8 @@ def merged(stats: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
 
     Returns [3, T].
     """
-    own, total, aimed, moment = stats.unbind(0)
-    shift = own - maximum
+    local_maximum, total, aimed, moment = stats.unbind(0)
+    shift = local_maximum - maximum
     scale = shift.exp()
     return torch.stack((total * scale, aimed, _times(scale, moment + _times(total, shift))))
 

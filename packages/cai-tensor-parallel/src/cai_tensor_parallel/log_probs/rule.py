@@ -16,10 +16,11 @@ from torch import nn
 
 from cai_mesh.comm import Members, start_sum
 from cai_mesh.errors import PlanError
-from cai_mesh.gradients import Local, Ready, by_rule, routed
+from cai_mesh.gradients import Ready, by_rule, routed
 from cai_mesh.protocols import TensorHandle
 from cai_tensor_parallel.log_probs.chunks import ChunkMaths, TorchChunks, chunk_size, merged
 from cai_tensor_parallel.modes.one_d import Column
+from cai_tensor_parallel.modes.summed import Summed
 from cai_tensor_parallel.modes.vocab import vocab_start
 
 CHUNK_BYTES = 256 << 20
@@ -28,7 +29,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class LogProbs(Local):
+class LogProbs(Summed):
     """Log-probabilities [T] of targets in place of a layer's results; with entropies [T, 2].
 
     Forward exchanges one number a place and then two (with entropies three); backward makes the logits of each chunk
@@ -60,12 +61,12 @@ class LogProbs(Local):
         return f"log-probabilities over {self.ranks.name}"
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, Tensors]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        stats = x.new_empty((4, x.shape[0]), dtype=wide)
-        for rows in self._chunks(x, weight):
-            logits, _ = self.products.forward(x[rows], weight, bias)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        stats = hidden.new_empty((4, hidden.shape[0]), dtype=wide)
+        for rows in self._chunks(hidden, weight):
+            logits, _ = self.products.forward(hidden[rows], weight, bias)
             stats[:, rows] = self.maths.scan(
                 logits,
                 self.target[rows],
@@ -78,26 +79,26 @@ class LogProbs(Local):
         sums = merged(stats, maximum)
         total, aimed, *moment = start_sum(sums if self.entropy else sums[:2], self.ranks).wait().unbind(0)
         log_total, ignored = total.log(), self.target == self.ignore_index
-        result = (aimed - maximum - log_total).masked_fill(ignored, 0.0)
+        log_probs = (aimed - maximum - log_total).masked_fill(ignored, 0.0)
         entropy = (
             (log_total - moment[0] / total).masked_fill(ignored, 0.0) if moment else torch.zeros_like(total)
         )
-        saved = (x, torch.stack((maximum, total, entropy)), *(() if bias is None else (bias,)))
-        return (torch.stack((result, entropy), -1) if self.entropy else result), saved
+        saved = (hidden, torch.stack((maximum, total, entropy)), *(() if bias is None else (bias,)))
+        return (torch.stack((log_probs, entropy), -1) if self.entropy else log_probs), saved
 
     def backward(
         self, dy: torch.Tensor, weight: torch.Tensor, saved: Tensors, **needs: bool
     ) -> tuple[TensorHandle, Tensors, torch.Tensor | None]:
-        x, stats, *biases = saved
+        hidden, stats, *biases = saved
         bias = biases[0] if biases else None
         upstream = dy.reshape(len(self.target), -1).t().to(stats.dtype)
         upstream = upstream.masked_fill(self.target == self.ignore_index, 0.0)
-        dx = torch.zeros_like(x) if needs["needs_input"] else None
+        dx = torch.zeros_like(hidden) if needs["needs_input"] else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros_like(weight, dtype=wide) if needs["needs_weight"] else None
         db = torch.zeros_like(bias, dtype=wide) if bias is not None and needs["needs_bias"] else None
-        for rows in self._chunks(x, weight):
-            logits, operand = self.products.forward(x[rows], weight, bias)
+        for rows in self._chunks(hidden, weight):
+            logits, operand = self.products.forward(hidden[rows], weight, bias)
             self.maths.write_gradient(
                 logits,
                 self.target[rows],
@@ -116,17 +117,11 @@ class LogProbs(Local):
         handle = Ready(None) if dx is None else start_sum(dx, self.ranks)
         return handle, (() if dw is None else (dw,)), None if db is None else db.to(weight.dtype)
 
-    def weight_grad(self, operands: Tensors) -> torch.Tensor:
-        return operands[0]
-
-    def write_weight_grad(self, operands: Tensors, out: torch.Tensor, *, fresh: bool) -> None:
-        out.copy_(operands[0]) if fresh else out.add_(operands[0])
-
-    def _chunks(self, x: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    def _chunks(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
         """Places of each chunk. Ranks may have other chunks: nothing is exchanged between them."""
-        width = torch.promote_types(x.dtype, torch.float32).itemsize
+        width = torch.promote_types(hidden.dtype, torch.float32).itemsize
         step = chunk_size(weight.shape[0], width, self.chunk_bytes)
-        return (slice(start, start + step) for start in range(0, x.shape[0], step))
+        return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
 
 
 def is_cut_by_columns(head: nn.Module) -> bool:
@@ -180,7 +175,7 @@ def head_log_probs(
             got=f"hidden states {tuple(hidden.shape)}, targets {tuple(target.shape)}, chunk_bytes {limit}",
             expected="[..., D] and [...], at least 1 byte",
         )
-    own = LogProbs(
+    rule_of_chunks = LogProbs(
         rule.products,
         rule.ranks,
         target.reshape(-1),
@@ -191,7 +186,7 @@ def head_log_probs(
         limit,
         maths or TorchChunks(),
     )
-    result = by_rule(head, own, hidden.reshape(-1, hidden.shape[-1]))
+    log_probs = by_rule(head, rule_of_chunks, hidden.reshape(-1, hidden.shape[-1]))
     if not entropy:
-        return result.view(target.shape)
-    return result[:, 0].view(target.shape), result[:, 1].view(target.shape)
+        return log_probs.view(target.shape)
+    return log_probs[:, 0].view(target.shape), log_probs[:, 1].view(target.shape)

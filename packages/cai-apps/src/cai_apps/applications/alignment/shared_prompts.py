@@ -26,10 +26,10 @@ def flops_of(count: Callable[[np.ndarray], float], batch: dict[str, torch.Tensor
     """Return the FLOPs of a batch: of what goes on from another document, those of both less those of that one."""
     if "prefixes" not in batch:
         return count(lengths_of(batch))
-    own, prefixes = np.diff(batch["cu_seqlens"].numpy().astype(np.int64)), batch["prefixes"].numpy()
+    lengths, prefixes = np.diff(batch["cu_seqlens"].numpy().astype(np.int64)), batch["prefixes"].numpy()
     goes_on = prefixes != np.arange(prefixes.shape[1])
-    before = np.where(goes_on, np.take_along_axis(own, prefixes.astype(np.int64), 1), 0)
-    return count((own + before).ravel()) - count(before.ravel())
+    before = np.where(goes_on, np.take_along_axis(lengths, prefixes.astype(np.int64), 1), 0)
+    return count((lengths + before).ravel()) - count(before.ravel())
 
 
 def saved_line(rows: PreferenceRows) -> str:

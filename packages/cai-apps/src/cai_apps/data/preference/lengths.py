@@ -30,7 +30,7 @@ class PreferenceReport:
         median: the length that half of the parts of a name do not exceed, by "prompt", "chosen" and "rejected", or
             "prompt" and "completion".
         longest: the largest length, by the same names.
-        saved: of pairs, the part of all tokens that is not computed where prompts are shared; None: nobody counted.
+        saved: the part of the tokens of all pairs that shared prompts leave out; None: nobody counted.
     """
 
     kind: Kind

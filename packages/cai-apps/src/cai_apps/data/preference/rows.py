@@ -34,8 +34,8 @@ class PreferenceRows:
         rows_at: the first place of each row in `order`, int64 [rows + 1].
         reference: the log-probability of each document's scored tokens under a reference model, float64
             [documents of the source]; None: the rows say nothing of it.
-        shared: of each unit of `order` the tokens at the beginning that both documents of a pair have and that are
-            written once, int64 [units]; None: both are whole.
+        shared: the number of tokens that both documents of a pair begin with and that are written once, for each unit
+            of `order`, int64 [units]; None: both are whole.
     """
 
     source: Preferences
