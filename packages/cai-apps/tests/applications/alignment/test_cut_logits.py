@@ -25,7 +25,7 @@ from cai_mesh.storage import finding
 from cai_mesh.testing import run_ranks
 from cai_tensor_parallel.log_probs import rule
 
-VOCAB, WIDTH, BATCH, CHUNK = 96, 32, 8, 5
+VOCAB, BATCH, CHUNK = 96, 8, 5
 CPU = torch.device("cpu")
 CASES = {
     "tensor": Case(tensor=2, kernels="on", microbatches=1),
@@ -48,7 +48,9 @@ class Widest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == self.columns:
+            has_memory = isinstance(value, torch.Tensor) and not value.is_meta
+            has_memory = has_memory and func is not torch.ops.aten.t.default  # a weight's other form
+            if has_memory and value.dim() > 1 and value.shape[-1] == self.columns:
                 self.places = max(self.places, value.numel() // self.columns)
         return out
 
@@ -93,11 +95,8 @@ def test_logits_of_all_places_are_never_made(world, tmp_path):
     names = [name for name, case in CASES.items() if case.world == world]
     for name, found in run_ranks(world, all_of, names, str(tmp_path / "pairs"), timeout=500)[0].items():
         places = found.pop("all")
-        assert places >= 3 * WIDTH
+        assert places > 10 * CHUNK
         if name == "torch":  # as it is without kernels: what counts places does see them
             assert found["reference"] == found["step"] == places
         else:
-            assert max(found.values()) <= WIDTH, (
-                name,
-                found,
-            )  # the weight has as many rows in one of its forms
+            assert max(found.values()) <= CHUNK, (name, found)

@@ -190,8 +190,8 @@ def assert_equal_to_single_texts(world, cases, directories, plain):
     results = run_ranks(world, trained, cases, directories, timeout=500)[0]
     measured = {}
     for (layout, algorithm), (losses, first, last, measures) in zip(cases, results, strict=True):
-        # norms compute in float32, and a grid or a compiler adds them up in another order
-        exact = 1e-6 if "compiled" in layout or "2d" in layout else 1e-9
+        # norms compute in float32, and a grid, a compiler or a shared prompt adds them up in another order
+        exact = 1e-6 if "compiled" in layout or "2d" in layout or "shared" in algorithm else 1e-9
         expected = plain(algorithm)
         assert losses == pytest.approx(expected[0], rel=exact), (layout, algorithm)
         if layout != "host":
