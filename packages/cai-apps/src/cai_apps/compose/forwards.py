@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.workload import Batch, Loss, Score, Workload
 from cai_pipeline import PipelineRunner
-from cai_zero import ModuleSharding
+from cai_zero import last_unsharded
 
 
 def scores(
@@ -20,7 +20,6 @@ def scores(
     loss: Loss,
     batches: Sequence[Batch],
     score: Score,
-    sharding: ModuleSharding | None = None,
 ) -> list[Tensor]:
     """Return what a function says of the output of a runner's model for each microbatch. Collective.
 
@@ -30,7 +29,6 @@ def scores(
         loss: the loss, which knows how outputs are cut over ranks.
         batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
         score: a function of the loss, the model's output and the target.
-        sharding: the sharding of the model's parameters in stage 3; None: there is none.
 
     Returns nothing on ranks without the last stage.
     """
@@ -44,13 +42,13 @@ def scores(
     with torch.no_grad():
         ready = [workload.ready(batch) for batch in batches]
     inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
-    with workload.running(), logits_waiting(runner.model, sharding):
+    with workload.running(), logits_waiting(runner.model):
         runner.evaluate(inputs, [workload.target(batch) for batch in ready], loss_fn=note)
     return values
 
 
 @contextmanager
-def logits_waiting(model: nn.Module, sharding: ModuleSharding | None) -> Iterator[None]:
+def logits_waiting(model: nn.Module) -> Iterator[None]:
     """Let a model that is evaluated form its logits a chunk at a time after the forward, where kernels take its loss.
 
     Its output layer returns logits that wait for what is asked of them only in training mode (`cai_kernels.swap`).
@@ -63,7 +61,7 @@ def logits_waiting(model: nn.Module, sharding: ModuleSharding | None) -> Iterato
         return
     head.train()
     try:
-        with nullcontext() if sharding is None else sharding.last_unsharded():
+        with last_unsharded(model):
             yield
     finally:
         head.eval()

@@ -24,7 +24,7 @@ from cai_mesh import rng
 from cai_mesh.comm import ParallelMesh, all_reduce, coordinate, group
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
-from cai_zero import LossScale, ModuleSharding, SampleClip
+from cai_zero import LossScale, SampleClip
 
 LOSS_SCALE = "loss_scale"
 """Key of the loss scale in a checkpoint."""
@@ -89,12 +89,7 @@ class Session:
 
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
-        return scores(self.runner, self.workload, self.loss.loss, microbatches, score, self._sharding)
-
-    @property
-    def _sharding(self) -> ModuleSharding | None:
-        """What shards the parameters in stage 3."""
-        return self.weights.sync if isinstance(self.weights.sync, ModuleSharding) else None
+        return scores(self.runner, self.workload, self.loss.loss, microbatches, score)
 
     def norm(self) -> Tensor:
         """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
@@ -148,7 +143,7 @@ class Session:
         waits = self.workload.chooses_places
         with (
             self.workload.running(),
-            logits_waiting(self.model, self._sharding) if waits else nullcontext(),
+            logits_waiting(self.model) if waits else nullcontext(),
             self.loss.counting(device) as right,
             self.loss.measuring(device) as sums,
         ):

@@ -6,8 +6,9 @@ whose data skip a block takes part in its gather and its reduction all the same,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -223,6 +224,16 @@ class Gatherer:
         for unit in self.units:
             if unit.handles is not None or (unit.is_unsharded and (stepped or self.is_stale(unit))):
                 self.free(unit)
+
+    @contextlib.contextmanager
+    def last_unsharded(self) -> Iterator[None]:
+        """Leave what forwards without gradients use last unsharded until the next one, or the end of this."""
+        self.keeps_last = True
+        try:
+            yield
+        finally:
+            self.keeps_last = False
+            self.end_step()
 
     def use(self, unit: Sharded, *, backward: bool) -> None:
         """Return with `unit` unsharded; ranks pass by the same units on the way. Then gather ahead."""

@@ -233,21 +233,6 @@ class ModuleSharding:
         else:
             self._gatherer.end_step()
 
-    @contextlib.contextmanager
-    def last_unsharded(self) -> Iterator[None]:
-        """Leave what forwards without gradients use last unsharded until the next one, or the end of this.
-
-        So their output may be asked for what needs the weights of the output layer. With hooks; a driver's actions say
-        themselves when.
-        """
-        self._gatherer.keeps_last = self.driver == "hooks"
-        try:
-            yield
-        finally:
-            self._gatherer.keeps_last = False
-            if self.driver == "hooks":
-                self._gatherer.end_step()
-
     # -- ParameterSharding ---------------------------------------------------------------------------------------
 
     def unshard(self, module: nn.Module) -> CommHandle:
