@@ -88,6 +88,7 @@ ROOMS = {
         "plans": set(),
         "volume": set(),
         "modes": {"plans"},
+        "log_probs": {"modes"},
         "cut": {"modes", "plans"},
         "trial": {"cut", "modes", "plans"},
         "finding": {"cut", "modes", "plans", "trial"},

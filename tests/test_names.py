@@ -34,7 +34,7 @@ BUDGETS = {
     "empty": 59,
     "shortened": 0,
     "numbered": 8,
-    "one letter": 1997,
+    "one letter": 1996,
     "descriptions with a preposition": 1,
     "descriptions with a question word": 1,
     "docstrings with a preposition": 0,

@@ -29,6 +29,8 @@ OPTIONS = {
     "reward": {"center": 0.05},
     "dpo": {},
     "cdpo": {"label_smoothing": SMOOTHING},
+    "dpo-shared": {"share_prompts": True},
+    "reward-shared": {"center": 0.05, "share_prompts": True},
     "dpo-hinge": {"beta": 0.5},
     "dpo-robust": {"label_smoothing": SMOOTHING},
     "ipo": {"beta": 0.3},
@@ -37,7 +39,7 @@ OPTIONS = {
     "orpo": {"beta": 0.7},
     "kto": {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.6},
 }
-"""Options of the algorithms; "cdpo" is dpo with label smoothing."""
+"""Options of the algorithms; "cdpo" is dpo with label smoothing, "-shared" one whose pairs share their prompts."""
 
 
 def texts(kind: str) -> list[tuple[tuple[list[int], int], tuple[list[int], int], float]]:
@@ -82,7 +84,7 @@ ONE = Case()
 
 def config_of(algorithm: str, case: Case = ONE, form: str = "computed", steps: int = STEPS) -> Config:
     base = run_config(replace(case, documents=True), "fp32" if case.linear == "fp8" else "fp64", steps)
-    name = "dpo" if algorithm == "cdpo" else algorithm
+    name = "dpo" if algorithm == "cdpo" else algorithm.removesuffix("-shared")
     taken = {field.name: getattr(base, field.name) for field in fields(base)}
     taken |= {"application": "alignment", "data": Data(sequence_length=LENGTH, boundaries="keep")}
     alignment = Alignment(algorithm=name, **OPTIONS[algorithm])
@@ -97,7 +99,7 @@ def units_of_steps(rows: PreferenceRows, steps: int = STEPS) -> list[list[int]]:
 
 
 def initial(algorithm: str, name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
-    make = reward_model if algorithm == "reward" else causal_model
+    make = reward_model if algorithm.startswith("reward") else causal_model
     with torch.device("meta"):
         model = make(model_config(name))
     return materialize(model, initializer, seed=SEED, dtype=dtype, device=torch.device("cpu"))
@@ -107,7 +109,7 @@ def said(model: nn.Module, text: tuple[list[int], int], algorithm: str) -> torch
     """What a model says of one text: its sum or mean of log-probabilities of the answer, or the value at its end."""
     ids, first = text
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    if algorithm == "reward":
+    if algorithm.startswith("reward"):
         return logits[-1, 0]
     tokens = [logits[place - 1].log_softmax(-1)[ids[place]] for place in range(first, len(ids))]
     total = torch.stack(tokens).sum()
@@ -117,6 +119,7 @@ def said(model: nn.Module, text: tuple[list[int], int], algorithm: str) -> torch
 def loss_by_hand(algorithm: str, one, two, ref_one, ref_two, number: float, kl: float) -> torch.Tensor:
     """The loss of a unit, written from the papers; `number` is its margin, or whether its answer is desirable."""
     beta = OPTIONS[algorithm].get("beta", 0.1)
+    algorithm = algorithm.removesuffix("-shared")
     if algorithm == "reward":
         return -logsigmoid(one - two - number) + 0.05 * (one + two) ** 2
     if algorithm == "simpo":

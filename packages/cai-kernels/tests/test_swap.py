@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cai_kernels import KernelError, swap
+from cai_kernels.swap import Logits, defer_logits
 
 WIDTH, VOCAB = 16, 31
 
@@ -480,6 +482,79 @@ def test_a_loss_of_logits_never_forms_them(shape, loss):
         model, twin, lambda logits: (watched if type(logits).__name__ == "Logits" else loss)(logits)
     )
     assert len(seen) == 1 and seen[0].formed is None
+
+
+def test_a_scale_is_one_of_the_bias_too():
+    """The layer's input times a factor is not its logits times the factor where it has a bias."""
+    pair = []
+    for _ in range(2):
+        model = build(lambda logits: logits * 0.25)
+        model.head = nn.Linear(WIDTH, VOCAB)
+        pair.append(model)
+    pair[1].load_state_dict(pair[0].state_dict())
+    swap(pair[0])
+    assert_trains_alike(*pair)
+
+
+def by_somebody_else(model):
+    """The output layer as ranks have it: computed by a method that somebody has put there."""
+
+    def run_products(self, products, x):
+        assert products is None
+        return F.linear(x, self.weight, self.bias)
+
+    model.head.run_products = types.MethodType(run_products, model.head)
+    model.head.forward = types.MethodType(lambda self, x: self.run_products(None, x), model.head)
+
+
+@pytest.mark.parametrize("shape", [lambda logits: logits, lambda logits: logits * 0.25, soft_capped])
+def test_logits_of_a_layer_that_somebody_else_computes_wait_for_a_question(shape):
+    model, twin, asked, heard = build(shape), build(shape), [], []
+    by_somebody_else(model)
+    assert defer_logits(model) is None
+
+    def hook(_):
+        heard.append(model.head.weight.grad is None)
+
+    hook.__module__ = "cai_zero.stage3"  # one that gathers weights, and looks at no logits
+
+    def question(head, x, softcap):
+        asked.append((head, softcap))
+        logits = F.linear(x, head.weight)
+        return (logits if softcap is None else softcap * torch.tanh(logits / softcap)).logsumexp(-1)
+
+    def loss(logits):
+        if type(logits) is not Logits:
+            return logits.flatten(0, 1)[3:9].logsumexp(-1).sum()
+        logits.register_hook(hook)
+        chosen = logits.flatten(0, 1)[3:9]
+        answer = chosen.answer(question)
+        assert logits.pending() and chosen.pending()
+        return answer.sum()
+
+    assert_trains_alike(model, twin, loss)
+    assert asked == [(model.head, 3.0 if shape is soft_capped else None)] and heard == [True]
+
+
+def test_logits_that_need_be_are_formed_all_the_same():
+    """A cross-entropy of a part of the columns is not the kernel's; beside a bias no factor is the input's."""
+    model, twin = build(), build()
+    by_somebody_else(model)
+    defer_logits(model)
+    assert_trains_alike(model, twin)
+    assert type(model.eval()(IDS)) is torch.Tensor
+    other = build(lambda logits: logits * 0.25)
+    other.head = nn.Linear(WIDTH, VOCAB)
+    by_somebody_else(other)
+    defer_logits(other)
+    assert other(IDS).answer(lambda *_: pytest.fail("it was asked")) is None
+
+
+def test_layers_whose_logits_do_not_wait():
+    model = build()
+    assert "computed by torch" in defer_logits(model)
+    model.head = nn.Sequential(nn.Linear(WIDTH, VOCAB))
+    assert "Sequential" in defer_logits(model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -106,3 +109,31 @@ def test_sinks_are_refused():
     route_attention(model, masked_attention)
     with pytest.raises(PlanError, match="s_aux"):
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_documents_that_go_on_from_another_see_it_before_themselves(window, causal, softcap):
+    """As though each stood alone behind a copy of what it goes on from; an empty one is nothing to go on from."""
+    lengths, prefixes = ((4, 3, 5, 0, 2), (0, 6, 4, 2, 2)), ((0, 0, 0, 3, 4), (0, 0, 0, 3, 3))
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 14, 8, dtype=torch.float64, generator=random, requires_grad=True)
+    key, value = torch.randn(2, 2, 2, 14, 8, dtype=torch.float64, generator=random).requires_grad_().unbind()
+    starts = nn.functional.pad(torch.tensor(lengths).cumsum(1), (1, 0)).int()
+    call = AttentionCall(0.3, causal=causal, window=window, softcap=softcap, cu_seqlens=starts)
+    call = replace(call, prefixes=torch.tensor(prefixes, dtype=torch.int32))
+    whole = masked_attention(query, key, value, call)
+    for row, bounds in enumerate(starts.tolist()):
+        for document, (first, end) in enumerate(itertools.pairwise(bounds)):
+            before = prefixes[row][document]
+            seen = [*range(first, end)]
+            if before != document:
+                seen = [*range(bounds[before], bounds[before + 1]), *seen]
+            if first == end:
+                continue
+            parts = (t[row : row + 1, :, seen] for t in (query, key, value))
+            alone = AttentionCall(0.3, causal=causal, window=window, softcap=softcap)
+            # of both ways of looking, what stands before sees nothing of what goes on from it
+            expected = masked_attention(*parts, alone)[..., first - end :, :]
+            torch.testing.assert_close(whole[row : row + 1, :, first:end], expected)

@@ -119,6 +119,9 @@ class AttentionCall:
             alone. A row ends with Sk, repeated where it has fewer documents. None: a row is one document.
         mask: bool, True is seen, or floating, added: [B, Sk] or broadcastable to [B, N, Sq, Sk]. It comes on top of
             causality, window and documents.
+        prefixes: [B, D] int32: the document that each document of `cu_seqlens` goes on from, or its own number. It sees
+            that one too, as though the two were one sequence; what a document goes on from goes on from none. Sq = Sk.
+            None: each begins anew.
     """
 
     scale: float
@@ -128,6 +131,7 @@ class AttentionCall:
     dropout: float = 0.0
     cu_seqlens: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    prefixes: torch.Tensor | None = None
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ from cai_tensor_parallel.experts.finding import ExpertsRole, find_experts
 from cai_tensor_parallel.experts.layer import ExpertMaths
 from cai_tensor_parallel.experts.parallelization import parallelize_experts
 from cai_tensor_parallel.finding.default_plan import plan_for
+from cai_tensor_parallel.log_probs import ChunkMaths, TorchChunks, head_log_probs, is_cut_by_columns
 from cai_tensor_parallel.modes.cross_entropy import ColumnMaths, vocab_parallel_cross_entropy
 from cai_tensor_parallel.modes.vocab import (
     ShardedLogits,
@@ -20,13 +21,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ROLES",
+    "ChunkMaths",
     "ColumnMaths",
     "ExpertMaths",
     "ExpertsRole",
     "Plan",
     "ShardedLogits",
+    "TorchChunks",
     "find_experts",
     "gather_logits",
+    "head_log_probs",
+    "is_cut_by_columns",
     "parallelize",
     "parallelize_experts",
     "plan_for",

@@ -210,3 +210,15 @@ def _check_added(model: nn.Module, new: list[str]) -> None:
     trained = [name for name in new if model.get_parameter(name).requires_grad]
     if trained:
         raise exchanged(model, trained[0])
+
+
+def last_unsharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Leave what forwards without gradients inside use last unsharded until the next one, in stage 3.
+
+    So their output may be asked for what needs the weights of the output layer. A pipeline's actions say themselves
+    when weights come and go; a model that nobody has sharded has its own.
+    """
+    sharding: ModuleSharding | None = getattr(model, "cai_sharding", None)
+    if sharding is None or sharding.driver == "actions":
+        return contextlib.nullcontext()
+    return sharding._gatherer.last_unsharded()

@@ -6,6 +6,7 @@ Every transform keeps parameter names, so a checkpoint of one layout is one of a
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +26,13 @@ from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec, microbatches
 from cai_gemini import offload_activations
 from cai_kernels import convert_to_fp8
-from cai_kernels.swap import KINDS, swap
+from cai_kernels.swap import KINDS, defer_logits, swap
 from cai_mesh.comm import build_mesh
 from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
 from cai_pipeline import Observers, PipelineRunner, placement_of, split
-from cai_tensor_parallel import find_experts, parallelize, parallelize_experts
+from cai_tensor_parallel import find_experts, is_cut_by_columns, parallelize, parallelize_experts
 from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
 
@@ -137,8 +138,19 @@ def rewrite(
     )
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
-    swap(model, kinds=_kernels(config, device, compiled))
+    kinds = _kernels(config, device, compiled)
+    swap(model, kinds=kinds)
+    if workload.chooses_places and "loss" in kinds:
+        _defer_shared_logits(model)
     return loss
+
+
+def _defer_shared_logits(model: nn.Module) -> None:
+    """Let an output layer whose columns tensor ranks share wait for what is wanted of its logits."""
+    find: Any = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    if head is not None and is_cut_by_columns(head):
+        defer_logits(model)
 
 
 def _overlaps(config: RunConfig, device: torch.device) -> bool:

@@ -8,13 +8,14 @@ it counts itself says other things of the two.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cai_kernels import attention, document_attention
-from cai_mesh.attention import masked_attention, route_attention
+from cai_mesh.attention import masked_attention, prefix_mask, route_attention
 from cai_mesh.errors import CaiError, ConfigError
 
 if TYPE_CHECKING:
@@ -25,18 +26,23 @@ if TYPE_CHECKING:
 APART = 1e-5
 """How far a document's logits in a row may be from those of the document alone, as a part of the largest. Float64
 gives 1e-15, or 1e-7 where parts of a model compute in float32; documents that are mixed 1e-2 and more."""
-LENGTHS = ((5, 7), (3, 9))
-"""Documents of the rows that are tried."""
 
 
 def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Attend by the fastest form: an `AttentionRule` of cai_kernels."""
+    """Attend by the fastest form: an `AttentionRule` of cai_kernels.
+
+    Documents that go on from others attend under a mask [B, 1, S, S]: no packed form has keys of two places.
+    """
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
     options |= {"softcap": call.softcap, "dropout": call.dropout}
     if call.mask is not None or query.shape[-2] != key.shape[-2]:
         return masked_attention(query, key, value, call)
     if call.cu_seqlens is None:
         return attention(query, key, value, **options)
+    if call.prefixes is not None:
+        length, window = query.shape[-2], call.window
+        mask = prefix_mask(call.cu_seqlens, call.prefixes, length, causal=call.causal, window=window)
+        return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
     return document_attention(query, key, value, call.cu_seqlens, **options)
 
 
@@ -47,30 +53,101 @@ def check_keeps_documents_apart(model: PreTrainedModel, name: str) -> None:
         model: a model on the meta device, as transformers makes it.
         name: the name of its config.
     """
-    kind, otherwise = (
-        f"a small {type(model).__name__}",
-        'take another model; of texts, data.boundaries = "ignore" lets them be mixed',
-    )
-    try:
-        moved = _moved(model)
-    except Exception as error:  # whatever its code meets in a config made small, or in rows of documents
-        cause = (error.cause if isinstance(error, CaiError) else "") or str(error)
-        raise ConfigError(
-            f"nothing shows that {name} keeps apart the documents of a row",
-            got=f"{kind}, which cannot be tried: {error.what if isinstance(error, CaiError) else type(error).__name__}",
-            cause=(cause.splitlines() or [""])[0],
-            fix=otherwise,
-        ) from error
+    otherwise = 'take another model; of texts, data.boundaries = "ignore" lets them be mixed'
+    moved = _tried(model, name, APART_ROWS, otherwise)
     if moved > APART:
         raise ConfigError(
             f"{name} does not keep apart the documents of a row",
-            got=f"{kind}, whose logits differ by {moved:.1e} from those of each document alone",
+            got=f"a small {type(model).__name__}, whose logits differ by {moved:.1e} from those of each document alone",
             cause="a part of it mixes them: a state that runs over the row, a convolution, positions that it counts",
             fix=otherwise,
         )
 
 
-def _moved(model: PreTrainedModel) -> float:
+def check_reads_prefixes(model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError where documents of a model of this kind cannot go on from one that is computed once.
+
+    Args:
+        model: a model on the meta device, as transformers makes it.
+        name: the name of its config.
+    """
+    otherwise = "leave alignment.share_prompts out"
+    moved = _tried(model, name, PREFIX_ROWS, otherwise)
+    if moved > APART:
+        raise ConfigError(
+            f"{name} does not compute a prompt once for both of its answers",
+            got=f"a small {type(model).__name__}, whose logits differ by {moved:.1e} from those of whole documents",
+            cause="a part of it sees more than attention shows it: a state, a convolution, positions that it counts",
+            fix=otherwise,
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of 12 tokens on which a model is tried.
+
+    Args:
+        lengths: those of the documents of each row.
+        prefixes: the document that each goes on from, or its own number.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    prefixes: tuple[tuple[int, ...], ...] | None = None
+
+    def starts(self) -> Tensor:
+        """Return where documents begin and rows end, int32 [rows, documents + 1]."""
+        return torch.nn.functional.pad(torch.tensor(self.lengths).cumsum(1), (1, 0)).int()
+
+    def sources(self) -> list[list[list[int]]]:
+        """Return the places of a row of which each document is made, whole."""
+        rows = []
+        for bounds, prefixes in zip(self.starts().tolist(), self._prefixes(), strict=True):
+            spans = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
+            rows.append(
+                [
+                    span if prefix == number else spans[prefix] + span
+                    for number, (span, prefix) in enumerate(zip(spans, prefixes, strict=True))
+                ]
+            )
+        return rows
+
+    def _prefixes(self) -> tuple[tuple[int, ...], ...]:
+        return self.prefixes or tuple(tuple(range(len(row))) for row in self.lengths)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return what the model reads of the rows beside their ids."""
+        places = [
+            [
+                position
+                for document, length in zip(documents, lengths, strict=True)
+                for position in range(len(document) - length, len(document))
+            ]
+            for documents, lengths in zip(self.sources(), self.lengths, strict=True)
+        ]
+        inputs = {"position_ids": torch.tensor(places), "cu_seqlens": self.starts()}
+        return inputs if self.prefixes is None else inputs | {"prefixes": torch.tensor(self.prefixes).int()}
+
+
+APART_ROWS = _Rows(((5, 7), (3, 9)))
+PREFIX_ROWS = _Rows(((4, 3, 5, 0), (2, 3, 5, 2)), ((0, 0, 0, 3), (0, 0, 0, 3)))
+
+
+def _tried(model: PreTrainedModel, name: str, rows: _Rows, otherwise: str) -> float:
+    """Return how far a small model's logits move in rows; raises ConfigError where it cannot be tried."""
+    try:
+        return _moved(model, rows)
+    except Exception as error:  # whatever its code meets in a config made small, or in rows of documents
+        cause = (error.cause if isinstance(error, CaiError) else "") or str(error)
+        what = error.what if isinstance(error, CaiError) else type(error).__name__
+        raise ConfigError(
+            f"nothing shows that {name} keeps apart the documents of a row",
+            got=f"a small {type(model).__name__}, which cannot be tried: {what}",
+            cause=(cause.splitlines() or [""])[0],
+            fix=otherwise,
+        ) from error
+
+
+def _moved(model: PreTrainedModel, rows: _Rows) -> float:
     """Return the largest difference of a document's logits in a row and alone, as a part of the largest logit."""
     from cai_mesh.trial import arguments_of, shrunk
 
@@ -78,15 +155,15 @@ def _moved(model: PreTrainedModel) -> float:
     plain, routed = small.build(), small.build()
     route_attention(routed, document_rule)
     ids = small.inputs()["input_ids"]
-    places = torch.tensor([[place for length in row for place in range(length)] for row in LENGTHS])
-    starts = torch.nn.functional.pad(torch.tensor(LENGTHS).cumsum(1), (1, 0)).int()
-    inputs = {"input_ids": ids, "position_ids": places, "cu_seqlens": starts}
     with torch.no_grad(), torch.device("cpu"):
-        rows = routed(**arguments_of(routed, inputs)).logits
+        logits = routed(**arguments_of(routed, {"input_ids": ids} | rows.inputs())).logits
         differences, sizes = [], []
-        for row, bounds in enumerate(starts.tolist()):
-            for first, end in itertools.pairwise(bounds):
-                alone = plain(**arguments_of(plain, {"input_ids": ids[row : row + 1, first:end]})).logits
-                differences.append((rows[row, first:end] - alone[0]).abs().max())
+        for row, documents in enumerate(rows.sources()):
+            bounds = rows.starts()[row].tolist()
+            for (first, end), places in zip(itertools.pairwise(bounds), documents, strict=True):
+                if first == end:
+                    continue
+                alone = plain(**arguments_of(plain, {"input_ids": ids[row : row + 1, places]})).logits
+                differences.append((logits[row, first:end] - alone[0, first - end :]).abs().max())
                 sizes.append(alone.abs().max())
     return float(torch.stack(differences).max() / torch.stack(sizes).max())

@@ -47,15 +47,11 @@ class FrozenModel:
     loss: Loss
     present: AbstractContextManager[Any]
     """A context in which weights are where forwards find them."""
-    is_sharded: bool
-    """Whether each rank has a part of the weights, and all of a layer's only while it runs."""
 
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch; nothing but on the last stage. Collective."""
         with self.present:
-            return scores(
-                self.runner, self.workload, self.loss, microbatches, score, logits_wait=not self.is_sharded
-            )
+            return scores(self.runner, self.workload, self.loss, microbatches, score)
 
 
 def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> FrozenModel:
@@ -84,7 +80,7 @@ def freeze(config: RunConfig, workload: Workload, *, device: torch.device) -> Fr
         sharding=sharding,
         wire=config.parallel.pipeline.wire,
     )
-    return FrozenModel(mesh, model, runner, workload, loss, present, sharding is not None)
+    return FrozenModel(mesh, model, runner, workload, loss, present)
 
 
 def _place(

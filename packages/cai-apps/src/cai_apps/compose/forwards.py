@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.workload import Batch, Loss, Score, Workload
 from cai_pipeline import PipelineRunner
+from cai_zero import last_unsharded
 
 
 def scores(
@@ -18,8 +20,6 @@ def scores(
     loss: Loss,
     batches: Sequence[Batch],
     score: Score,
-    *,
-    logits_wait: bool,
 ) -> list[Tensor]:
     """Return what a function says of the output of a runner's model for each microbatch. Collective.
 
@@ -29,8 +29,6 @@ def scores(
         loss: the loss, which knows how outputs are cut over ranks.
         batches: any number of microbatches, alike on the pp, cp and tp ranks of a data rank.
         score: a function of the loss, the model's output and the target.
-        logits_wait: whether kernels may form logits after the forward, a chunk at a time: the weights of the output
-            layer are still there then, which those of stage 3 are not.
 
     Returns nothing on ranks without the last stage.
     """
@@ -41,22 +39,29 @@ def scores(
         return torch.zeros(())
 
     runner.model.eval()
-    if logits_wait:
-        _let_logits_wait(runner.model)
     with torch.no_grad():
         ready = [workload.ready(batch) for batch in batches]
     inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
-    with workload.running():
+    with workload.running(), logits_waiting(runner.model):
         runner.evaluate(inputs, [workload.target(batch) for batch in ready], loss_fn=note)
     return values
 
 
-def _let_logits_wait(model: nn.Module) -> None:
-    """Let a model that is evaluated form its logits a chunk at a time, where kernels take its loss.
+@contextmanager
+def logits_waiting(model: nn.Module) -> Iterator[None]:
+    """Let a model that is evaluated form its logits a chunk at a time after the forward, where kernels take its loss.
 
     Its output layer returns logits that wait for what is asked of them only in training mode (`cai_kernels.swap`).
+    Weights of stage 3 that the forward used last stay for that.
     """
     find: Any = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
-    if head is not None:
-        head.train()
+    if head is None:
+        yield
+        return
+    head.train()
+    try:
+        with last_unsharded(model):
+            yield
+    finally:
+        head.eval()

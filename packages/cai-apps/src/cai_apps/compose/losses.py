@@ -12,8 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from cai_kernels import CrossEntropyParts, cross_entropy_gradient, cross_entropy_parts
+from cai_kernels.swap import Logits
 from cai_mesh.comm import all_reduce, gather_from
-from cai_tensor_parallel import ColumnMaths, ShardedLogits, sharded_logits, vocab_parallel_cross_entropy
+from cai_tensor_parallel import (
+    ColumnMaths,
+    ShardedLogits,
+    TorchChunks,
+    head_log_probs,
+    sharded_logits,
+    vocab_parallel_cross_entropy,
+)
 
 IGNORED = -100
 """The label of a token that has no target."""
@@ -46,6 +54,48 @@ class KernelColumns:
         dlogits = cross_entropy_gradient(logits, target, parts, dloss, vocab=columns, out=logits.detach())
         torch.autograd.graph.increment_version(logits)
         return dlogits
+
+
+class KernelChunks(TorchChunks):
+    """`cai_tensor_parallel.ChunkMaths` by kernels: a chunk's logits are read once, and once more in backward.
+
+    Kernels have no entropy of some columns: that is torch's.
+    """
+
+    def scan(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        first: int,
+        ignore_index: int,
+        softcap: float | None,
+        entropy: bool,
+    ) -> Tensor:
+        options: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap}
+        if entropy or not logits.shape[1]:
+            return super().scan(logits, target, first=first, entropy=entropy, **options)
+        return torch.stack(cross_entropy_parts(logits, target, vocab_start=first, **options))
+
+    def write_gradient(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        stats: Tensor,
+        upstream: Tensor,
+        *,
+        first: int,
+        softcap: float | None,
+    ) -> None:
+        if len(upstream) == 2 or not logits.shape[1]:
+            super().write_gradient(logits, target, stats, upstream, first=first, softcap=softcap)
+            return
+        maximum, total, _ = (part.contiguous() for part in stats)
+        parts = CrossEntropyParts(maximum, total, maximum, maximum)
+        columns = (first, first + logits.shape[1])
+        cross_entropy_gradient(
+            logits, target, parts, -upstream[0], vocab=columns, softcap=softcap, out=logits
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +137,7 @@ class NextTokenLoss:
     def log_probs(self, output: Any, labels: Tensor, places: Tensor) -> Tensor:
         """Return the log-probability of the label at some places of this rank's samples, 0 where there is none.
 
-        Logits that are not formed yet are of these places alone; a chunk of them exists at a time.
+        Logits that are not formed yet are of these places alone; a chunk of them exists at a time, over ranks too.
 
         Args:
             output: its `logits` [b, S, V] are in that form.
@@ -97,11 +147,29 @@ class NextTokenLoss:
         Returns [b, K], float32 or wider, used alike on the ranks that share the vocabulary.
         """
         logits = output.logits.flatten(0, 1)
-        if self.form.columns is not None:  # they are there: to choose among them would be a copy
+        waits = isinstance(logits, Logits) and logits.pending()
+        if self.form.columns is not None and not waits:  # to choose among logits would be a copy
             return -self._losses(logits, labels.flatten(), "none").view(labels.shape).gather(1, places)
         first = labels.shape[1] * torch.arange(len(labels), device=places.device)
         chosen = logits.index_select(0, (first[:, None] + places).flatten())
-        return -self._losses(chosen, labels.gather(1, places).flatten(), "none").view(places.shape)
+        return self._rows(chosen, labels.gather(1, places).flatten()).view(places.shape)
+
+    def _rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the log-probability of the target of each row of logits, before they are formed where they wait."""
+        if self.form.columns is None:
+            return -self._losses(logits, target, "none")
+        assert isinstance(logits, Logits)
+
+        def question(head: nn.Module, hidden: Tensor, softcap: float | None) -> Tensor:
+            maths = KernelChunks() if self.runs_kernels(hidden) else None
+            log_probs = head_log_probs(
+                head, hidden, target, ignore_index=IGNORED, softcap=softcap, maths=maths
+            )
+            assert isinstance(log_probs, Tensor)
+            return log_probs
+
+        answer = logits.answer(question)
+        return -self._losses(logits.form(), target, "none") if answer is None else answer
 
     def _losses(self, logits: Tensor, target: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
         """Return the cross-entropy of rows of logits, a scalar or one number a row."""
@@ -150,6 +218,10 @@ class NextTokenLoss:
         all_reduce(place, self.form.columns, op="min").wait()
         return place
 
+    def runs_kernels(self, tensor: Tensor) -> bool:
+        """Return whether kernels compute with a tensor's kind of numbers where it is."""
+        able = self.kernels == "on" or (tensor.is_cuda and tensor.dtype != torch.float64)
+        return able and self.kernels != "off"
+
     def _maths(self, logits: Tensor) -> ColumnMaths | None:
-        able = self.kernels == "on" or (logits.is_cuda and logits.dtype != torch.float64)
-        return KernelColumns() if able and self.kernels != "off" and logits.shape[-1] else None
+        return KernelColumns() if self.runs_kernels(logits) and logits.shape[-1] else None

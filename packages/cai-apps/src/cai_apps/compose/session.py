@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.broken import watched
-from cai_apps.compose.forwards import scores
+from cai_apps.compose.forwards import logits_waiting, scores
 from cai_apps.compose.step_loss import Evaluation, StepLoss
 from cai_apps.compose.weights import MODEL, Weights
 from cai_apps.compose.workload import Batch, Score, Workload
@@ -89,8 +89,7 @@ class Session:
 
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
-        waits = self.config.parallel.zero != 3
-        return scores(self.runner, self.workload, self.loss.loss, microbatches, score, logits_wait=waits)
+        return scores(self.runner, self.workload, self.loss.loss, microbatches, score)
 
     def norm(self) -> Tensor:
         """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""
@@ -141,8 +140,10 @@ class Session:
         """Return the loss of `step`, forward only, in evaluation mode, and how many targets are predicted right."""
         microbatches, device = self.workload.before_step(self, microbatches), self.runner.device
         self.model.eval()
+        waits = self.workload.chooses_places
         with (
             self.workload.running(),
+            logits_waiting(self.model) if waits else nullcontext(),
             self.loss.counting(device) as right,
             self.loss.measuring(device) as sums,
         ):

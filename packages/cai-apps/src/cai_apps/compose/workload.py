@@ -80,6 +80,8 @@ class Workload:
             denominator of each, summed over the batch.
         before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
             called before each step and each validation. Collective.
+        chooses_places: whether its loss wants logits at places of its choice (`NextTokenLoss.log_probs`). An output
+            layer that tensor ranks share then waits, where kernels take the loss, as one of one rank does anyway.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
     """
@@ -103,6 +105,7 @@ class Workload:
     frozen_elements: int = 0
     measures: tuple[str, ...] = ()
     before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
+    chooses_places: bool = False
     trial: Trial | None = None
 
 

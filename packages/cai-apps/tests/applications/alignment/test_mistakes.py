@@ -107,6 +107,7 @@ def test_a_broken_record_is_named_by_its_line(recipe, record, fields, refused):
         ("simpo", "desirable_weight", 2.0, "beta, margin"),
         ("orpo", "margin", 1.0, "beta"),
         ("kto", "center", 0.1, "beta, desirable_weight, undesirable_weight"),
+        ("kto", "share_prompts", True, "beta, desirable_weight, undesirable_weight"),
     ],
 )
 def test_options_that_an_algorithm_does_not_read(algorithm, option, value, read, refused):
@@ -117,6 +118,13 @@ def test_options_that_an_algorithm_does_not_read(algorithm, option, value, read,
         got=f"alignment.{option} = {value}",
         expected=f"options among {read}",
         fix=f"leave alignment.{option} out",
+    )
+
+
+def test_a_shared_prompt_has_no_noise_of_its_own(refused):
+    error = refused("dpo-tiny", alignment__share_prompts=True, model__neftune_alpha=5.0)
+    assert_said(
+        error, what="one noise for both answers", got="neftune_alpha = 5.0", fix="leave one of them out"
     )
 
 

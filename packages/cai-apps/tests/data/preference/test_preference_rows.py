@@ -16,6 +16,7 @@ from cai_apps.data.batches import Batches
 from cai_apps.data.packed import IGNORED
 from cai_apps.data.packing import best_fit
 from cai_apps.data.preference.rows import PreferenceRows, blank, split_preferences
+from cai_apps.data.preference.shared import shared_sizes
 from cai_mesh.errors import DataError
 
 FILL = 7
@@ -131,6 +132,60 @@ def test_rows_are_those_of_a_plain_loop(kind, length):
         and dtypes.get("desirable", torch.bool) == torch.bool
     )
     assert ("kl_input_ids" in batch) == (kind == "judged") == ("desirable" in batch) != ("margin" in batch)
+
+
+@dataclass(frozen=True)
+class Alike(Source):
+    """Documents whose ids count from 100, so that both of a pair begin alike."""
+
+    def stream(self):
+        return np.concatenate([np.arange(100, 100 + size) for size in self.sizes]).astype(np.uint32)
+
+
+@pytest.mark.parametrize("length", [24, 200])
+def test_pairs_that_share_their_beginnings_are_written_from_it(length):
+    """Whole documents come together again of a beginning and a rest, with the positions and labels that they had."""
+    preferences = preferences_of("pairs")
+    preferences = replace(preferences, documents=Alike((*preferences.documents.sizes, 2, 2)))
+    units, numbers = preferences.units, np.arange(preferences.units)
+    reference = -np.arange(1.0, 2 * units + 1)
+    rows = replace(PreferenceRows.of(preferences, numbers, length, shares_prompts=True), reference=reference)
+    documents, marks = preferences.documents, preferences.documents.marks()
+    starts, stream = documents.starts(), documents.stream()
+    batch = rows.rows(np.arange(rows.size), np.arange(rows.size))
+    assert batch["prefixes"].dtype == torch.int32 and batch["prefixes"].shape[1] == 3 * rows.units + 1
+    once = 0
+    for row in range(rows.size):
+        bounds, prefixes = batch["cu_seqlens"][row].tolist(), batch["prefixes"][row].tolist()
+        present = [number for number in batch["number"][row].tolist() if number >= 0]
+        for place, unit in enumerate(present):
+            prompts = [max(1, documents.sizes[n] // 3) for n in (2 * unit, 2 * unit + 1)]
+            shared = bounds[3 * place + 1] - bounds[3 * place]
+            assert shared == min(prompts) - 1
+            once += shared
+            for side in (0, 1):
+                document = 3 * place + 1 + side
+                assert prefixes[document] == prefixes[3 * place] == 3 * place
+                own = range(bounds[document], bounds[document + 1])
+                places = [*range(bounds[3 * place], bounds[3 * place + 1]), *own]
+                first, end = starts[2 * unit + side : 2 * unit + side + 2]
+                assert batch["input_ids"][row, places].tolist() == stream[first:end].tolist()
+                assert batch["position_ids"][row, places].tolist() == list(range(end - first))
+                labels = np.append(
+                    np.where(marks[first + 1 : end], stream[first + 1 : end].astype(int), IGNORED), IGNORED
+                )
+                assert batch["labels"][row, places].tolist() == labels.tolist()
+                assert batch["reference"][row, 2 * place + side] == reference[2 * unit + side]
+        assert prefixes[-1] == 3 * rows.units
+    sizes = sum(documents.sizes) - once
+    assert rows.filled == pytest.approx(sizes / (rows.size * length)) and once == rows.shared.sum() > 0
+
+
+def test_documents_of_which_all_is_scored_share_nothing():
+    source = Alike((5, 5))
+    assert shared_sizes(source, np.array([0])).tolist() == [0]
+    object.__setattr__(source, "marks", lambda: None)
+    assert shared_sizes(source, np.array([0])).tolist() == [0]
 
 
 @pytest.mark.parametrize("kind", ["pairs", "judged"])

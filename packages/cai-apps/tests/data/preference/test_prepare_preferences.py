@@ -14,9 +14,11 @@ from chat_tokenizers import setting
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.preference import prepare, questions, sources
+from cai_apps.data.preference.lengths import PreferenceReport
 from cai_apps.data.preference.prepare import prepare_preferences
 from cai_apps.data.preference.records import read_preference
 from cai_apps.data.preference.render import render_judged, render_pair
+from cai_apps.data.preference.shared import shared_sizes
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import load_tokenizer
 from cai_mesh.errors import ConfigError, DataError
@@ -70,6 +72,12 @@ def test_a_pair_is_two_documents_of_which_the_answers_are_scored(data):
     assert (margins.dtype, margins.tolist()) == (np.float32, [0.5, 0.0, 0.0])
     assert preferences.tokens == preferences.documents.tokens == int(preferences.documents.lengths().sum())
     assert pickle.loads(pickle.dumps(preferences)) == preferences
+    once = shared_sizes(preferences.documents, np.arange(3)).sum()
+    saved = preferences.facts["saved"]
+    assert saved == pytest.approx(once / preferences.tokens) and saved > 0.1
+    assert f"would leave out {saved:.1%} of the tokens" in "".join(
+        PreferenceReport(**preferences.facts).lines()
+    )
 
 
 def test_a_judged_answer_has_the_next_answer_to_another_prompt_beside_it(data, tmp_path):

@@ -10,9 +10,11 @@ from torch import nn
 
 from cai_kernels.backend import Backend
 from cai_kernels.errors import KernelError
+from cai_kernels.swap.head import defer_logits
+from cai_kernels.swap.logits import Logits
 from cai_kernels.swap.record import Kept, Replaced, Swapped
 
-__all__ = ["KINDS", "Kept", "Replaced", "Swapped", "swap"]
+__all__ = ["KINDS", "Kept", "Logits", "Replaced", "Swapped", "defer_logits", "swap"]
 
 KINDS = ("norm", "activation", "rope", "attention", "loss")
 

@@ -7,6 +7,7 @@ for a call of the layer (sharded parameters) is the layer called again.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +24,7 @@ from cai_kernels.swap.hooks import gathers, hooks_of
 from cai_kernels.swap.logits import Logits
 from cai_kernels.swap.notes import note
 from cai_kernels.swap.record import Swapped, taken
-from cai_kernels.swap.source import STEPS, Request, Source
+from cai_kernels.swap.source import FORM, STEPS, Request, Source
 from cai_kernels.swap.structure import transformed
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +62,44 @@ def swap_loss(model: nn.Module, record: Swapped, backend: Backend) -> None:
     _watch_optimizers()
 
 
+def defer_logits(model: nn.Module, *, backend: Backend = "auto") -> str | None:
+    """Let an output layer that somebody else computes return `Logits` while it trains, as `swap` lets one of torch.
+
+    For a layer whose columns are a part of a vocabulary: nothing here takes their cross-entropy, but
+    `Logits.answer` asks the layer for what they are wanted for, with its input and before they exist. Any other use
+    forms them.
+
+    Args:
+        model: a model with `get_output_embeddings()`, an `nn.Linear` that has `run_products`: a method that computes
+            it (of None: by its own products).
+        backend: as `swap` has it.
+
+    Returns None, or the reason why the layer stays as it is.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    if type(head) is not nn.Linear:
+        return f"the output layer is a {type(head).__name__}, not an nn.Linear"
+    if "run_products" not in head.__dict__:
+        return "the output layer is computed by torch"
+
+    def forward(self, input, *request):
+        if request and request[0] is not FORM:
+            return request[0](self, input)
+        if (
+            request
+            or not self.training
+            or torch.compiler.is_compiling()
+            or not _may_wait(self, input, backend)
+        ):
+            return self.run_products(None, input)
+        return _waiting(self, input, backend, is_part=True)
+
+    forward.calls_run_products = True  # type: ignore[attr-defined]
+    head.forward = types.MethodType(forward, head)  # type: ignore[method-assign]
+    return None
+
+
 def _may_wait(head: nn.Module, hidden: Any, backend: Backend) -> bool:
     """Whether logits may be computed later: nobody watches the layer, and the kernel takes its tensors."""
     if not isinstance(hidden, torch.Tensor) or hidden.is_inference() or hidden.dim() == 0 or transformed():
@@ -90,17 +129,17 @@ def _calls_again(head: nn.Module) -> bool:
     return "run_products" in head.__dict__ or next(hooks_of(head), None) is not None
 
 
-def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend) -> Logits:
+def _waiting(head: nn.Module, hidden: torch.Tensor, backend: Backend, *, is_part: bool = False) -> Logits:
     weight, bias = head.weight, head.bias
     kind = hidden.device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     tensors = ((weight, weight._version), (bias, 0 if bias is None else bias._version))  # type: ignore[union-attr]
-    source = Source(head, () if _calls_again(head) else tensors, autocast, STEPS[0], backend)  # type: ignore[arg-type]
+    source = Source(head, () if _calls_again(head) else tensors, autocast, STEPS[0], backend, is_part)  # type: ignore[arg-type]
     needs_gradient = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)  # type: ignore[union-attr]
     logits = Logits(
         source,
         hidden,
-        columns=head.out_features if not source.tensors else weight.shape[0],  # type: ignore[arg-type, index]
+        columns=weight.shape[0] if source.tensors or is_part else head.out_features,  # type: ignore[arg-type, index]
         dtype=autocast[1] if autocast[0] and hidden.dtype != torch.float64 else hidden.dtype,
         requires_grad=torch.is_grad_enabled() and bool(needs_gradient),
         note=note,

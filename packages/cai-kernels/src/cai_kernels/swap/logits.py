@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cai_kernels.errors import KernelError
 from cai_kernels.swap.hooks import gathers
-from cai_kernels.swap.source import Source
+from cai_kernels.swap.source import Question, Source
 
 Note = Callable[[Callable, "Logits", tuple, dict[str, Any]], Any]
 """Takes a function, logits and its further arguments; gives its result without logits, or None if it needs them."""
@@ -42,6 +42,12 @@ class Shaping:
         if self.capped:
             logits = torch.tanh(logits)
         return logits if self.outer == 1.0 else logits * self.outer
+
+    def as_cap(self) -> tuple[float, float | None] | None:
+        """(factor, cap) of `cap * tanh(factor * logits / cap)`, or of factor * logits; None: it is neither."""
+        if not self.capped:
+            return self.inner, None
+        return (self.inner * self.outer, self.outer) if self.outer > 0 else None
 
 
 class Logits(torch.Tensor):
@@ -109,6 +115,27 @@ class Logits(torch.Tensor):
                     self.formed.register_hook(hook)
         return self.formed
 
+    def answer(self, question: Question) -> torch.Tensor | None:
+        """What a question about the output layer gives, these logits still not formed; None if it needs them.
+
+        It is asked of a layer that `defer_logits` has changed, while its weights are there, with the input of these
+        logits, by which their factor is multiplied. Hooks on them hear when its backward begins.
+        """
+        cap = self.shaping.as_cap()
+        if cap is None or (cap[0] != 1.0 and self.source.head.bias is not None) or not self.pending():
+            return None
+        self.check()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
+            hidden = self.hidden if cap[0] == 1.0 else self.hidden * cap[0]
+            answer = self.source.answer(hidden, question, cap[1])
+        self.tell(answer)
+        return answer
+
+    def tell(self, outcome: torch.Tensor) -> None:
+        """Let hooks on these logits hear when the backward of what was made of them begins."""
+        if outcome.requires_grad and self.hooks:
+            outcome.register_hook(_teller(self.hooks))
+
     def check(self) -> None:
         """Raise `KernelError` if logits can no longer be computed as they were."""
         self.source.check()
@@ -169,6 +196,16 @@ class Logits(torch.Tensor):
             f"{func} reached logits that are not formed yet, past torch's function protocol: call logits.form() "
             "first, or swap the model without kind 'loss'"
         )
+
+
+def _teller(hooks: OrderedDict[int, Callable]) -> Callable[[torch.Tensor], None]:
+    """Tells `hooks` that the backward of what was made of their logits has begun; holds no hidden states."""
+
+    def tell(gradient: torch.Tensor) -> None:
+        for hook in list(hooks.values()):
+            hook(gradient)
+
+    return tell
 
 
 def _lost(gradient: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -145,20 +144,18 @@ def _cross_entropy(
         return None
     if reduction not in ("mean", "sum", "none") or target.shape[0] != logits.shape[0] or not target.numel():
         return None
-    shaping, options = logits.shaping, {"ignore_index": ignore_index, "reduction": reduction}
-    factor = shaping.inner
-    if shaping.capped:
-        if shaping.outer <= 0:
-            return None
-        options["softcap"] = shaping.outer
-        factor *= shaping.outer  # outer * tanh(logits * factor / outer)
+    cap = logits.shaping.as_cap()
+    if cap is None or logits.source.is_part or (cap[0] != 1.0 and logits.source.head.bias is not None):
+        return None
+    factor, softcap = cap
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    if softcap is not None:
+        options["softcap"] = softcap
     logits.check()
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
         hidden = logits.hidden if factor == 1.0 else logits.hidden * factor
-        options["label_smoothing"] = label_smoothing
         loss = logits.source.loss(hidden, target, options).to(_dtype_of_loss(logits))
-    if loss.requires_grad and logits.hooks:
-        loss.register_hook(_teller(logits.hooks))
+    logits.tell(loss)
     return loss
 
 
@@ -167,16 +164,6 @@ def _dtype_of_loss(logits: Logits) -> torch.dtype:
     if torch.is_autocast_enabled(logits.device.type):
         return torch.promote_types(logits.dtype, torch.float32)
     return logits.dtype
-
-
-def _teller(hooks: OrderedDict[int, Callable]) -> Callable[[torch.Tensor], None]:
-    """Tells `hooks` that the backward of what was made of their logits has begun; holds no hidden states."""
-
-    def tell(gradient: torch.Tensor) -> None:
-        for hook in list(hooks.values()):
-            hook(gradient)
-
-    return tell
 
 
 _NOTED: dict[Any, Callable] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ class Request:
 
 FORM = None  # asked of the output layer instead of a loss: logits
 
+Question = Callable[[nn.Module, torch.Tensor, float | None], torch.Tensor]
+"""Takes the output layer, its input [..., D] and the cap of its logits; gives what they are wanted for."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -38,6 +42,7 @@ class Source:
         autocast: whether autocast was on, and its dtype.
         step: number of steps that optimizers had made.
         backend: backend of the kernel.
+        is_part: whether it has a part of the vocabulary's columns: a cross-entropy of them alone means nothing.
     """
 
     head: nn.Module
@@ -45,6 +50,7 @@ class Source:
     autocast: tuple[bool, torch.dtype]
     step: int
     backend: Backend
+    is_part: bool = False
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., V] for [..., D]."""
@@ -61,6 +67,12 @@ class Source:
                 return self.head(hidden, Request(target, options))
             (weight, _), (bias, _) = self.tensors
             return linear_cross_entropy(hidden, weight, target, bias=bias, backend=self.backend, **options)  # type: ignore
+
+    def answer(self, hidden: torch.Tensor, question: Question, softcap: float | None) -> torch.Tensor:
+        """The answer to a question about the layer, called while its weights are there; of a layer called again."""
+        self.check()
+        with self._as_then(hidden):
+            return self.head(hidden, lambda head, layer_input: question(head, layer_input, softcap))
 
     def _as_then(self, hidden: torch.Tensor) -> torch.autocast:
         enabled, dtype = self.autocast

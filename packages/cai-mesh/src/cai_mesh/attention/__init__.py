@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cai_mesh.attention.masked import document_mask, masked_attention
+from cai_mesh.attention.masked import document_mask, masked_attention, prefix_mask
 from cai_mesh.attention.registry import NAME, attention_layers, route_attention
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "attention_layers",
     "document_mask",
     "masked_attention",
+    "prefix_mask",
     "route_attention",
 ]

@@ -37,16 +37,54 @@ def document_mask(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 
+def prefix_mask(
+    cu_seqlens: torch.Tensor, prefixes: torch.Tensor, length: int, *, causal: bool, window: int | None
+) -> torch.Tensor:
+    """Who sees whom where documents go on from others, as `AttentionCall.prefixes` says: bool [B, 1, length, length].
+
+    Places are compared by their positions in the sequence that a document and what it goes on from are.
+
+    Args:
+        cu_seqlens: [B, D + 1] int32.
+        prefixes: [B, D] int32.
+        length: tokens of a row.
+        causal, window: as in `AttentionCall`.
+    """
+    starts, prefixes = cu_seqlens.long(), prefixes.long()
+    places = torch.arange(length, device=starts.device).expand(starts.shape[0], length).contiguous()
+    document = torch.searchsorted(starts, places, right=True) - 1
+    before = prefixes.gather(1, document)
+    room = starts.diff(dim=1).gather(1, before).masked_fill(before == document, 0)
+    position = places - starts.gather(1, document) + room
+    keys = document[:, None, :]
+    visible = (document[:, :, None] == keys) | (before[:, :, None] == keys)
+    query, key = (
+        position[:, :, None],
+        position[:, None, :],
+    )  # compared, for no number of each pair has to be kept
+    if causal:
+        visible &= key <= query
+    if window is not None:
+        visible &= key > query - window
+        if not causal:
+            visible &= key < query + window
+    return visible[:, None]
+
+
 def _mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor | None:
     """All that hides keys, as one mask; None: nothing does."""
     queries, keys = query.shape[-2], key.shape[-2]
     parts = []
-    if call.causal or call.window is not None:
+    if call.prefixes is not None:
+        assert call.cu_seqlens is not None  # prefixes are numbers of its documents
+        options = {"causal": call.causal, "window": call.window}
+        parts.append(prefix_mask(call.cu_seqlens, call.prefixes, keys, **options))
+    elif call.causal or call.window is not None:
         distance = torch.arange(queries, device=query.device)[:, None] + (keys - queries)
         distance = distance - torch.arange(keys, device=query.device)
         visible = distance >= 0 if call.causal else torch.ones_like(distance, dtype=torch.bool)
         parts.append(visible if call.window is None else visible & (distance.abs() < call.window))
-    if call.cu_seqlens is not None:
+    if call.cu_seqlens is not None and call.prefixes is None:
         parts.append(document_mask(call.cu_seqlens, keys)[:, :, keys - queries :])
     mask = call.mask
     if mask is not None and mask.dim() == 2:  # what is padding sees itself: a softmax of no keys would be NaN

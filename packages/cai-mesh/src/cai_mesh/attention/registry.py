@@ -32,7 +32,8 @@ def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | Non
     """Let the attention layers of a model of transformers compute by a rule; return their names.
 
     The model's forward then takes `cu_seqlens` [B, D + 1] int32 beside `position_ids` [B, S] that restart with every
-    document. Whether the model keeps documents apart is not shown by that: its other layers may mix them.
+    document; and `prefixes` [B, D] int32, where documents go on from others, as their positions do. Whether the model
+    keeps documents apart is not shown by that: its other layers may mix them.
 
     Args:
         model: a model of transformers on any device, or the part of one that `split` left.
@@ -88,7 +89,7 @@ def attend(
         module: the layer.
         query, key, value: [B, N, Sq, H] and [B, Nkv, Sk, H].
         attention_mask: as in `AttentionCall`.
-        options: those that transformers gives every such function, and `cu_seqlens`.
+        options: those that transformers gives every such function, `cu_seqlens` and `prefixes`.
 
     Returns [B, Sq, N, H], and no weights. Raises PlanError for arguments that no rule takes.
     """
@@ -107,6 +108,7 @@ def attend(
         dropout=options.get("dropout", 0.0),
         cu_seqlens=options.get("cu_seqlens"),
         mask=attention_mask,
+        prefixes=options.get("prefixes"),
     )
     rule: AttentionRule = getattr(module, RULE, masked_attention)
     return rule(query, key, value, call).transpose(1, 2), None

@@ -6,8 +6,9 @@ whose data skip a block takes part in its gather and its reduction all the same,
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -131,6 +132,7 @@ class Gatherer:
         self._in_backward: set[Sharded] = set()  # used in the backward under way and not free again
         self._passed, self._unexpected = passed, unexpected
         self._begun = False  # a forward, by what `begin_step` has gathered
+        self.keeps_last = False  # after a forward without gradients too
 
     # -- one unit ------------------------------------------------------------------------------------------------
 
@@ -223,6 +225,16 @@ class Gatherer:
             if unit.handles is not None or (unit.is_unsharded and (stepped or self.is_stale(unit))):
                 self.free(unit)
 
+    @contextlib.contextmanager
+    def last_unsharded(self) -> Iterator[None]:
+        """Leave what forwards without gradients use last unsharded until the next one, or the end of this."""
+        self.keeps_last = True
+        try:
+            yield
+        finally:
+            self.keeps_last = False
+            self.end_step()
+
     def use(self, unit: Sharded, *, backward: bool) -> None:
         """Return with `unit` unsharded; ranks pass by the same units on the way. Then gather ahead."""
         if backward and not self._backward:
@@ -269,7 +281,8 @@ class Gatherer:
 
     def stays(self, unit: Sharded) -> bool:
         """Whether a unit stays unsharded after its forward, for the backward: by choice, and the model's last one."""
-        return torch.is_grad_enabled() and (self._keep or unit is self.units[0] or unit is self.order.last)
+        is_last = unit is self.units[0] or unit is self.order.last
+        return (torch.is_grad_enabled() and (self._keep or is_last)) or (self.keeps_last and is_last)
 
     def _prefetch(self) -> None:
         pending = sum(unit.nbytes for unit in self._prefetched)

@@ -36,6 +36,9 @@ class Alignment:
     """Reward margin that simpo aims at; None: 1."""
     center: Annotated[float, NATURAL] = 0.0
     """Weight of the squared sum of a pair's rewards, which keeps those of a reward model around 0."""
+    share_prompts: bool = False
+    """Whether what both documents of a pair begin with, its prompt, is computed once, and both answers go on from it.
+    Attention then runs under a mask. Where this pays is in docs/preferences.md."""
     desirable_weight: Annotated[float, NATURAL] = 1.0
     """Weight of good answers in kto."""
     undesirable_weight: Annotated[float, NATURAL] = 1.0

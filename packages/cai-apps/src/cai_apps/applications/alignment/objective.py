@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.applications.alignment.algorithms import ALGORITHMS
 from cai_apps.applications.alignment.config import Alignment, Config
 from cai_apps.applications.alignment.losses import LOSSES, Judged, Pairs, judged_loss
-from cai_apps.applications.alignment.scores import Scorer, lengths
+from cai_apps.applications.alignment.scores import Scorer
 from cai_apps.compose.losses import NextTokenLoss
 
 OF_PAIRS = (
@@ -64,7 +64,9 @@ class Objective:
     def of(cls, model: nn.Module, mesh: DeviceMesh, config: Config) -> Objective:
         """Return the loss of a config for a model that is cut over the ranks of a mesh."""
         tokens = NextTokenLoss.of(model, mesh, config.parallel.tensor.mode, config.train.kernels)
-        return cls(config.alignment, Scorer(tokens, ALGORITHMS[config.alignment.algorithm].score))
+        options = config.alignment
+        scorer = Scorer(tokens, ALGORITHMS[options.algorithm].score, options.share_prompts)
+        return cls(options, scorer)
 
     def __call__(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
         return self.measured(output, rows)[0]
@@ -105,7 +107,13 @@ class Objective:
         )
         losses, better, worse = LOSSES[self.options.algorithm](pairs, self.options)
         better, worse = better.view(present.shape), worse.view(present.shape)
-        values = [_won(better, worse), better - worse, better, worse, *_sides(lengths(rows), present)]
+        values = [
+            _won(better, worse),
+            better - worse,
+            better,
+            worse,
+            *_sides(self.scorer.lengths(rows), present),
+        ]
         values += [(better - worse).abs().sigmoid()] if algorithm.score == "value" else [chosen, rejected]
         if ref_chosen is not None and ref_rejected is not None:
             values += [chosen - ref_chosen, rejected - ref_rejected]
@@ -121,7 +129,7 @@ class Objective:
         judged = Judged(log_probs.flatten(), reference.flatten(), desirable.flatten(), rows["kl"])
         losses, rewards = judged_loss(judged, self.options)
         good, bad = present & desirable, present & ~desirable
-        values = rewards.view(present.shape), lengths(rows)[:, :units], log_probs
+        values = rewards.view(present.shape), self.scorer.lengths(rows)[:, :units], log_probs
         ratios = [_ratio(value, side) for value in values for side in (good, bad)]
         return losses.view(present.shape), [*ratios, _ratio(rows["kl"].expand(present.shape), present)]
 

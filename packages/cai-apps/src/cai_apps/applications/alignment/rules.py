@@ -42,6 +42,12 @@ def check_alignment(config: Config) -> None:
             got=", ".join(config.data.trained),
             expected='"all": what is compared are the answers, whole',
         )
+    if config.alignment.share_prompts and config.model.neftune_alpha:
+        raise ConfigError(
+            "a prompt that is computed once has one noise for both answers",
+            got=f"alignment.share_prompts = true, model.neftune_alpha = {config.model.neftune_alpha}",
+            fix="leave one of them out",
+        )
     if algorithm.score == "value" and config.log.prompts:
         raise ConfigError(
             "a reward model writes no text", got="log.prompts", fix="leave log.prompts out, or train by dpo"
@@ -51,6 +57,8 @@ def check_alignment(config: Config) -> None:
 def _check_options(options: Alignment) -> None:
     algorithm = ALGORITHMS[options.algorithm]
     read = {"algorithm", *algorithm.options, *(() if algorithm.beta is None else ("beta",))}
+    if algorithm.units == "pairs":
+        read.add("share_prompts")
     for field in fields(Alignment):
         value = getattr(options, field.name)
         if field.name not in read and value != field.default:

@@ -39,13 +39,15 @@ class Scorer:
     Args:
         tokens: the loss that knows how logits are cut over ranks.
         form: "sum" or "mean" of log-probabilities of tokens with a label, or "value".
+        shares_prompts: whether the first of three documents is what a pair's answers go on from, and has no score.
     """
 
     tokens: NextTokenLoss
     form: Literal["sum", "mean", "value"]
+    shares_prompts: bool = False
 
     def __call__(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the scores of this rank's samples, [b, D], float32 or wider.
+        """Return the scores of this rank's samples, [b, D] (of pairs that share prompts [b, 2 U]), float32 or wider.
 
         Args:
             output: the model's output, with `logits` [b, S, V], or [b, S, 1] of a value head.
@@ -55,10 +57,21 @@ class Scorer:
         if self.form == "value":
             values = output.logits.squeeze(-1)
             wide = values.to(torch.promote_types(values.dtype, torch.float32))
-            return last_values(wide, starts)
+            return self._answers(last_values(wide, starts))
         log_probs = self.tokens.log_probs(output, rows["labels"], rows["scored"])
-        sums = document_sums(log_probs, rows["scored"], starts)
-        return sums if self.form == "sum" else sums / lengths(rows).clamp_min(1)
+        sums = self._answers(document_sums(log_probs, rows["scored"], starts))
+        return sums if self.form == "sum" else sums / self.lengths(rows).clamp_min(1)
+
+    def lengths(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of scored tokens of each document that has a score, float32."""
+        has_label = rows["labels"].gather(1, rows["scored"]) != IGNORED
+        return self._answers(document_sums(has_label.float(), rows["scored"], rows["cu_seqlens"]))
+
+    def _answers(self, values: Tensor) -> Tensor:
+        """Return those of values of documents, [b, D], that are of answers."""
+        if not self.shares_prompts:
+            return values
+        return values[:, : values.shape[1] // 3 * 3].unflatten(1, (-1, 3))[..., 1:].flatten(1)
 
     def own(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parts of rows that this rank's samples have."""
@@ -67,9 +80,3 @@ class Scorer:
     def of_all(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
         """Return the scores of all samples, float64 [B, D]."""
         return gather_from(self(output, self.own(rows)), 0, self.tokens.form.samples).double()
-
-
-def lengths(rows: Mapping[str, Tensor]) -> Tensor:
-    """Return the number of scored tokens of each document, float32 [b, D]."""
-    has_label = rows["labels"].gather(1, rows["scored"]) != IGNORED
-    return document_sums(has_label.float(), rows["scored"], rows["cu_seqlens"])

@@ -14,6 +14,7 @@ from cai_apps.applications.alignment.config import Config
 from cai_apps.applications.alignment.export import export_reward_model
 from cai_apps.applications.alignment.reference import Comparison, log_probs
 from cai_apps.applications.alignment.rules import check_alignment, with_head
+from cai_apps.applications.alignment.shared_prompts import check_rows, flops_of, saved_line
 from cai_apps.applications.alignment.workload import has_value_head, maker_of, workload
 from cai_apps.applications.language.base import is_base, weights_directory
 from cai_apps.applications.language.model import on_meta
@@ -30,7 +31,6 @@ from cai_apps.applications.language.task import (
     tokenizer_of,
 )
 from cai_apps.applications.language.validation import resolve
-from cai_apps.compose.documents import check_keeps_documents_apart
 from cai_apps.compose.forward_only import freeze
 from cai_apps.compose.lora import need_peft
 from cai_apps.compose.models import (
@@ -46,7 +46,6 @@ from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
 from cai_apps.data.batches import Samples
 from cai_apps.data.content import digest_of_files, digest_of_weights
-from cai_apps.data.document_rows import lengths_of
 from cai_apps.data.documents import Documents
 from cai_apps.data.preference.lengths import PreferenceReport
 from cai_apps.data.preference.prepare import Preferences, prepare_preferences
@@ -111,10 +110,10 @@ class AlignmentTask(LanguageTask):
             has_stored_head(weights, model)  # refuses what would be lost
         if config.lora.adapter is not None:
             check_adapter_of(config, built)
-        check_keeps_documents_apart(meta_model(model), config.model.name)
+        check_rows(config, config.model.name)
         if (reference := config.reference.model) is not None:
             check_made(reference)
-            check_keeps_documents_apart(meta_model(load_model_config(reference)), reference)
+            check_rows(config, reference)
         tokenizer = weights if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
@@ -135,7 +134,8 @@ class AlignmentTask(LanguageTask):
         times = config.train.steps * config.train.global_batch / training.size
         noun = "pairs" if prepared.kind == "pairs" else "judged answers"
         return (
-            f"{about}\n{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
+            f"{about}\n{saved_line(training)}"
+            f"{training.size:,} rows of {config.data.sequence_length:,} tokens hold what is trained on; "
             f"{config.train.steps:,} steps of {config.train.global_batch:,} rows read each {times:.3g} times\n"
             f"{base_line(config, maker_of(config))}"
             f"{config.model.name} by {config.alignment.algorithm} on {prepared.units:,} {noun}"
@@ -164,8 +164,8 @@ class AlignmentTask(LanguageTask):
             blank=blank,
             texts=None if prompts is None else prompts.continued,
             flops={
-                "mfu": lambda batch: flops.causal(lengths_of(batch)),
-                "mfu_full_attention": lambda batch: flops.full(lengths_of(batch)),
+                "mfu": lambda batch: flops_of(flops.causal, batch),
+                "mfu_full_attention": lambda batch: flops_of(flops.full, batch),
             },
         )
         if not ALGORITHMS[config.alignment.algorithm].reference or config.reference.form == "adapter":
@@ -279,4 +279,9 @@ def _noisy(rows: PreferenceRows, config: Config) -> Samples:
 
 def _split(config: Config, prepared: Preferences) -> tuple[PreferenceRows, PreferenceRows | None]:
     """Return the rows that are trained on, and those for validation."""
-    return split_preferences(prepared, config.data.sequence_length, config.data.validation_fraction)
+    return split_preferences(
+        prepared,
+        config.data.sequence_length,
+        config.data.validation_fraction,
+        shares_prompts=config.alignment.share_prompts,
+    )

@@ -25,7 +25,7 @@ from cai_apps.compose.workload import Batch, Workload
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-INPUTS = ("input_ids", "position_ids", "cu_seqlens", KEYS)
+INPUTS = ("input_ids", "position_ids", "cu_seqlens", "prefixes", KEYS)
 """The names of what the model reads of a batch; the loss reads the rest, and where documents begin."""
 
 
@@ -63,6 +63,7 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         quantized=quantized_base(config),
         measures=measures_of(config.alignment),
         before_step=comparison or Comparison(config),
+        chooses_places=not has_value_head(config),
     )
 
 
@@ -83,19 +84,27 @@ def _pretrained(config: Config) -> Callable[[nn.Module], None] | None:
 
 
 def example(config: Config, samples: int) -> Batch:
-    """Return a microbatch of so many rows, of any values: half of each row is chosen, half rejected."""
+    """Return a microbatch of so many rows, of any values: half of each row is chosen, half rejected.
+
+    Where prompts are shared a third is the prompt.
+    """
     length, algorithm = config.data.sequence_length, ALGORITHMS[config.alignment.algorithm]
     ids = torch.zeros(samples, length, dtype=torch.int64)
     places = [0, length // 2, length, length] if algorithm.units == "pairs" else [0, length, length]
+    if config.alignment.share_prompts:
+        places = [0, length // 3, 2 * length // 3, length, length]
     starts = torch.tensor([places], dtype=torch.int32).expand(samples, len(places)).contiguous()
     unit = torch.zeros(samples, 1)
     scored = torch.arange(length).expand(samples, length).contiguous()
     batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seqlens": starts, "scored": scored}
     batch["present"] = unit == 0
+    if config.alignment.share_prompts:
+        batch["prefixes"] = torch.tensor([0, 0, 0, 3], dtype=torch.int32).expand(samples, 4).contiguous()
     if config.model.neftune_alpha:
         batch[KEYS] = ids[:, 0]
     if algorithm.reference:
-        batch["reference"] = torch.zeros(samples, len(places) - 1, dtype=torch.float64)
+        answers = 2 if config.alignment.share_prompts else len(places) - 1
+        batch["reference"] = torch.zeros(samples, answers, dtype=torch.float64)
     if algorithm.units == "pairs":
         return batch | {"margin": unit}
     mismatches = {KL + name: batch[name] for name in ROWS}

@@ -81,6 +81,9 @@ class Prompts:
                 1, torch.tensor(0), 0
             )
             batch["position_ids"] = torch.arange(length).repeat(size, 1)
+        if "prefixes" in batch:  # it goes on from none
+            numbers = torch.arange(batch["prefixes"].shape[1], dtype=torch.int32)
+            batch["prefixes"] = numbers.repeat(size, 1)
         for row, ids in enumerate(prompts):
             batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
         on_device = {name: value.to(device) for name, value in batch.items()}

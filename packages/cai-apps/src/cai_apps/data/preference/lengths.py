@@ -30,6 +30,7 @@ class PreferenceReport:
         median: the length that half of the parts of a name do not exceed, by "prompt", "chosen" and "rejected", or
             "prompt" and "completion".
         longest: the largest length, by the same names.
+        saved: the part of the tokens of all pairs that shared prompts leave out; None: nobody counted.
     """
 
     kind: Kind
@@ -38,6 +39,7 @@ class PreferenceReport:
     length: int | None
     median: dict[str, int]
     longest: dict[str, int]
+    saved: float | None = None
 
     def lines(self) -> list[str]:
         """Return the report in a few lines."""
@@ -49,6 +51,10 @@ class PreferenceReport:
             f"{name}: half of them up to {self.median[name]:,} tokens, the longest {self.longest[name]:,}"
             for name in PARTS[self.kind]
         ]
+        if self.saved is not None:
+            lines.append(
+                f"alignment.share_prompts would leave out {self.saved:.1%} of the tokens: prompts, once a pair"
+            )
         if self.length is not None:
             both = "both documents of a pair together" if self.kind == "pairs" else "a document"
             lines.append(f"{self.left_out:,} are left out: {both} longer than {self.length:,} tokens")
@@ -71,7 +77,7 @@ class PreferenceLengths:
         self._kind: Kind = kind
         self._length = length
         self._sizes = {name: array("q") for name in PARTS[kind]}
-        self._left_out = 0
+        self._left_out = self._all = self._once = 0
 
     def fits(self, example: PairExample | Example, other: Example | None = None) -> bool:
         """Count an example, and return whether it is short enough.
@@ -83,6 +89,8 @@ class PreferenceLengths:
         if isinstance(example, PairExample):
             prompt, documents = example.prefix, (example.chosen, example.rejected)
             size = sum(len(document.ids) for document in documents)
+            self._all += size
+            self._once += max(prompt - 1, 0)  # the last token is asked for both answers
         else:
             prompt, documents = prompt_size(example), (example,)
             size = max(len(example.ids), 0 if other is None else len(other.ids))
@@ -103,4 +111,5 @@ class PreferenceLengths:
             self._length,
             {name: int(np.percentile(values, 50, method="inverted_cdf")) for name, values in sizes.items()},
             {name: int(values.max()) for name, values in sizes.items()},
+            self._once / self._all if self._all else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from cai_apps.data.document_rows import Piece, divide, empty_rows, next_tokens, 
 from cai_apps.data.packed import IGNORED
 from cai_apps.data.packing import best_fit
 from cai_apps.data.preference.prepare import Preferences
+from cai_apps.data.preference.shared import prefixes_of, shared_sizes, write_shared
 from cai_mesh.errors import DataError
 
 NOBODY = -1
@@ -33,6 +34,8 @@ class PreferenceRows:
         rows_at: the first place of each row in `order`, int64 [rows + 1].
         reference: the log-probability of each document's scored tokens under a reference model, float64
             [documents of the source]; None: the rows say nothing of it.
+        shared: the number of tokens that both documents of a pair begin with and that are written once, for each unit
+            of `order`, int64 [units]; None: both are whole.
     """
 
     source: Preferences
@@ -40,16 +43,28 @@ class PreferenceRows:
     order: np.ndarray
     rows_at: np.ndarray
     reference: np.ndarray | None = None
+    shared: np.ndarray | None = None
 
     @classmethod
-    def of(cls, source: Preferences, units: np.ndarray, length: int) -> PreferenceRows:
+    def of(
+        cls, source: Preferences, units: np.ndarray, length: int, *, shares_prompts: bool = False
+    ) -> PreferenceRows:
         """Pack some units, by number, int64 [units].
+
+        Args:
+            source: the preferences.
+            units: the numbers.
+            length: tokens of a row.
+            shares_prompts: whether what both documents of a pair begin with is written once (`shared_sizes`).
 
         Raises:
             DataError: a unit is longer than a row.
         """
         both = source.documents.lengths().reshape(-1, 2)[units]
         sizes = both.sum(axis=1) if source.kind == "pairs" else both.max(axis=1)
+        shared = shared_sizes(source.documents, units) if shares_prompts else None
+        if shared is not None:
+            sizes = sizes - shared
         if sizes.max(initial=0) > length:
             raise DataError(
                 "a row is too short for a unit of the preferences",
@@ -58,7 +73,7 @@ class PreferenceRows:
                 fix="use the data.sequence_length that the preferences were prepared with",
             )
         order, rows_at = best_fit(sizes, length)
-        return cls(source, length, units[order], rows_at)
+        return cls(source, length, units[order], rows_at, shared=None if shared is None else shared[order])
 
     @property
     def size(self) -> int:
@@ -77,14 +92,20 @@ class PreferenceRows:
 
     @property
     def documents(self) -> int:
-        """The most documents that a row has, what fills it among them, D: 2 U + 1 of pairs, U + 1 of judged answers."""
-        return (2 * self.units if self.is_paired else self.units) + 1
+        """The most documents that a row has, what fills it among them, D: 2 U + 1 of pairs, U + 1 of judged answers.
+
+        Of pairs that share their beginnings it is 3 U + 1.
+        """
+        of_unit = 1 if not self.is_paired else 2 if self.shared is None else 3
+        return of_unit * self.units + 1
 
     @property
     def filled(self) -> float:
         """The part of all rows that documents take; of judged answers, those with the records."""
         lengths = self.source.documents.lengths().reshape(-1, 2)[self.order]
         tokens = lengths.sum() if self.is_paired else lengths[:, 0].sum()
+        if self.shared is not None:
+            tokens = tokens - self.shared.sum()
         return float(tokens) / (self.size * self.length)
 
     def __getstate__(self) -> dict[str, object]:
@@ -124,8 +145,12 @@ class PreferenceRows:
         [n, U], and "kl_input_ids", "kl_labels", "kl_position_ids", "kl_cu_seqlens" and "kl_scored" as above, whose
         document u is the other one of unit u.
 
-        Where `reference` is set, "reference", float64 [n, D - 1], has its values for the documents, 0 where a row has
-        none, and "kl_reference", float64 [n, U], those of the others. Nothing is random, `positions` not used.
+        Where pairs share their beginnings, D is 3 U + 1: documents 3u to 3u + 2 are what both begin with, the rest of
+        the chosen and the rest of the rejected one, whose positions go on from it, and "prefixes", int32 [n, D], has 3u
+        for all three, and its own number for what fills a row.
+
+        Where `reference` is set, "reference", float64 [n, 2 U] or [n, U], has its values for the answers, 0 where a
+        row has none, and "kl_reference", float64 [n, U], those of the others. Nothing is random, `positions` not used.
         """
         units = np.full((len(indices), self.units), NOBODY, dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
@@ -139,7 +164,10 @@ class PreferenceRows:
         if self.is_paired:
             first = np.where(present, 2 * units, NOBODY)
             documents = np.stack([first, np.where(present, first + 1, NOBODY)], axis=-1)
-            batch |= self._written(documents.reshape(len(indices), -1), "")
+            if self.shared is None:
+                batch |= self._written(documents.reshape(len(indices), -1), "")
+            else:
+                batch |= self._shared(indices, documents)
         else:
             batch |= self._written(np.where(present, 2 * units, NOBODY), "")
             batch |= self._written(np.where(present, 2 * units + 1, NOBODY), OTHER)
@@ -159,6 +187,21 @@ class PreferenceRows:
         if self.reference is not None:
             batch["reference"] = np.where(documents == NOBODY, 0.0, self.reference[documents])
         return {beginning + name: values for name, values in batch.items()}
+
+    def _shared(self, indices: np.ndarray, documents: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows of pairs that share their beginnings, by number; `documents`: int64 [n, U, 2], -1 for none."""
+        assert self.shared is not None
+        batch = empty_rows(len(indices), self.length, self.documents, self.source.documents.end_of_text)
+        for row, index in enumerate(indices.tolist()):
+            sizes = self.shared[self.rows_at[index] : self.rows_at[index + 1]]
+            pairs = [tuple(self._pieces(pair)) for pair in documents[row, : len(sizes)]]
+            write_shared(batch, row, pairs, sizes)
+        batch["prefixes"] = np.broadcast_to(prefixes_of(self.units), (len(indices), self.documents)).copy()
+        batch["scored"] = places_of(batch["labels"])
+        if self.reference is not None:
+            flat = documents.reshape(len(indices), -1)
+            batch["reference"] = np.where(flat == NOBODY, 0.0, self.reference[flat])
+        return batch
 
     def _pieces(self, documents: np.ndarray) -> Iterable[Piece]:
         for number in documents.tolist():
@@ -181,7 +224,7 @@ def places_of(labels: np.ndarray) -> np.ndarray:
 
 
 def split_preferences(
-    preferences: Preferences, length: int, validation_fraction: float
+    preferences: Preferences, length: int, validation_fraction: float, *, shares_prompts: bool = False
 ) -> tuple[PreferenceRows, PreferenceRows | None]:
     """Return the rows of units that are trained on, and of those kept for validation: one at least, None for none.
 
@@ -191,14 +234,15 @@ def split_preferences(
         preferences: the units.
         length: tokens of a row.
         validation_fraction: the part of the units that is kept.
+        shares_prompts: as `PreferenceRows.of` has it.
 
     Raises:
         DataError: nothing is left to train on, or a unit is longer than a row.
     """
     noun = "pairs" if preferences.kind == "pairs" else "judged answers"
     training, validation = divide(preferences.units, validation_fraction, noun)
-    rows = PreferenceRows.of(preferences, training, length)
-    return rows, None if validation is None else PreferenceRows.of(preferences, validation, length)
+    pack = partial(PreferenceRows.of, preferences, length=length, shares_prompts=shares_prompts)
+    return pack(training), None if validation is None else pack(validation)
 
 
 def blank(rows: dict[str, Tensor], missing: Tensor) -> dict[str, Tensor]:

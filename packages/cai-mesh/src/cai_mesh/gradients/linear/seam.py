@@ -343,6 +343,11 @@ def _run_products(self: nn.Module, products: LinearProducts | None, input: torch
     return linear(input, self.weight, self.bias, rule)
 
 
+def by_rule(module: nn.Module, rule: LinearRule, input: torch.Tensor) -> torch.Tensor:
+    """Return what another rule than a linear layer's own makes of `input` [..., in], through the seam."""
+    return linear(input, module.weight, module.bias, rule)  # type: ignore[arg-type]
+
+
 def own_products(module: nn.Module) -> LinearProducts | None:
     """The products of a linear layer: torch's, those it brings as `linear_products`, or None for anything else.
 
