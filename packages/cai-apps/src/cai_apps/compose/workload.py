@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.quantized_base import QuantizedBase
+from cai_apps.config.sections import Experts
 from cai_pipeline import Trial
 
 Batch = dict[str, Tensor]
@@ -48,6 +49,10 @@ def _none(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return []
 
 
+def _all_count(inputs: Mapping[str, Any]) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model and its loss.
@@ -80,6 +85,9 @@ class Workload:
             denominator of each, summed over the batch.
         before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
             called before each step and each validation. Collective.
+        experts: the options of the model's routers, resolved; None: nobody looks at routers.
+        token_weights: keyword arguments of the model -> the weight of each place in what routers add up, [samples,
+            places], 0 for what fills a row; None: all count.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
     """
@@ -103,6 +111,8 @@ class Workload:
     frozen_elements: int = 0
     measures: tuple[str, ...] = ()
     before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
+    experts: Experts | None = None
+    token_weights: Callable[[Mapping[str, Any]], Tensor | None] = _all_count
     trial: Trial | None = None
 
 

@@ -211,6 +211,24 @@ class LoRA:
     """Part of its inputs that an adapter drops in training."""
 
 
+@dataclass(frozen=True)
+class Experts:
+    """How routers of a mixture of experts are balanced and shown, of applications whose models may have them."""
+
+    aux_loss: Annotated[float | None, NATURAL] = None
+    """Coefficient of the load-balancing loss (arXiv:2101.03961), of all layers together, as transformers has it; None:
+    the model's router_aux_loss_coef where its config.json says output_router_logits, else 0."""
+    z_loss: Annotated[float, NATURAL] = 0.0
+    """Coefficient of the router z loss (arXiv:2202.08906), usually 0.001."""
+    bias_update: Annotated[float, NATURAL] = 0.0
+    """Rate at which the bias that corrects a router's choice moves against loads in each step (arXiv:2408.15664), usually
+    0.001; for models that have one, as DeepSeek-V3. 0: it stays."""
+    router_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype in which routers multiply and take their softmax."""
+    show: bool = False
+    """Print the load of the busiest expert beside the loss."""
+
+
 class Logged(Protocol):
     """Any config whose run has a directory."""
 
