@@ -46,9 +46,9 @@ ROUTED = {
 AUX, Z = 0.05, 0.02
 
 
-def routed_config(name: str, layers: int = 4):
+def routed_config(name: str, layers: int = 4, **sizes: int):
     """The config of a small mixture, whose experts compute in float64."""
-    config = AutoConfig.for_model(name, **{**ROUTED[name], "num_hidden_layers": layers})
+    config = AutoConfig.for_model(name, **{**ROUTED[name], "num_hidden_layers": layers, **sizes})
     config._experts_implementation = "eager"
     return config
 

@@ -211,10 +211,13 @@ class Session:
         """
         scale = {} if self.scale is None else {LOSS_SCALE: self.scale.state_dict()}
         average = {} if self.average is None else self.average.state()
-        biases = {} if self.balance is None else self.balance.state(self.model, MODEL)
         unchanged = self._unchanged() if self.workload.has_base else set()
         state = {name: value for name, value in self.weights.state().items() if name not in unchanged}
-        return state | biases | scale | average
+        return state | self.biases() | scale | average
+
+    def biases(self) -> dict[str, Any]:
+        """Return the biases of routers that steps move, by their names in a checkpoint: views."""
+        return {} if self.balance is None else self.balance.state(self.model, MODEL)
 
     def _unchanged(self) -> set[str]:
         """Return what a checkpoint would call frozen weights."""

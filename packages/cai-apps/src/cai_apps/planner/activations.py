@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
+from cai_apps.planner.routers import router_bytes
 from cai_apps.planner.world import imaginary_rank
 from cai_kernels import planning_for
 from cai_mesh.errors import CaiError, PlanError
@@ -64,6 +65,15 @@ class Saved:
         )
         return Saved(*by_block, self.rest * factor, self.loss * factor)
 
+    def plus(self, by_name: Mapping[str, int]) -> Saved:
+        """Return the same with more bytes of blocks, which recompute keeps as well; those of no block are of the rest."""
+        blocks = {name: size for name, size in by_name.items() if name in self.inputs}
+        rest = sum(size for name, size in by_name.items() if name not in blocks)
+        kept, inputs = (
+            {name: size + blocks.get(name, 0) for name, size in of.items()} for of in (self.kept, self.inputs)
+        )
+        return replace(self, kept=kept, inputs=inputs, rest=self.rest + rest)
+
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
     """Return the bytes that the forward of a resolved config keeps, with all stages on one rank.
@@ -79,16 +89,18 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
     pipeline = replace(config.parallel.pipeline, size=1, chunks=1)
     config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=1))
     compute = DTYPES[config.precision.compute]
+    more = router_bytes(config, workload)
     with imaginary_rank(mesh_spec(config), 0) as mesh, _silence():
         try:
-            return _forward(config, workload, mesh, device, compute)
+            return _forward(config, workload, mesh, device, compute).plus(more)
         except CaiError:
             raise
         except Exception as error:  # whatever torch or the model raises for want of values
             if compute == torch.bfloat16:
                 raise _untold(error) from error
         try:
-            return _forward(config, workload, mesh, device, torch.bfloat16).times(compute.itemsize // 2)
+            narrow = _forward(config, workload, mesh, device, torch.bfloat16)
+            return narrow.times(compute.itemsize // 2).plus(more)
         except Exception as error:
             raise _untold(error) from error
 
