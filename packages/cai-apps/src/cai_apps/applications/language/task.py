@@ -158,7 +158,7 @@ class LanguageTask:
             check_first(config.data.source)  # before a base is trained
         if config.lora.rank:
             need_peft()
-        if config.lora.rank or config.model.neftune_alpha or config.experts != Experts(aux_loss=0.0):
+        if config.lora.rank or config.model.neftune_alpha or config.experts != Experts():
             model = on_meta(
                 config, load_model_config(config.model.name)
             )  # refuses what has no place in the model

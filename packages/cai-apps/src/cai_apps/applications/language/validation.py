@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def own_coefficient(model: PretrainedConfig) -> float:
-    """Return the coefficient of the load-balancing loss that a model's config asks for; 0: none."""
+def own_coefficient(model: PretrainedConfig) -> float | None:
+    """Return the coefficient of the load-balancing loss that a model's config asks for; None: it asks for none."""
     text = model.get_text_config()
     asks = getattr(text, "output_router_logits", False)
-    return float(getattr(text, "router_aux_loss_coef", None) or 0.0) if asks else 0.0
+    return getattr(text, "router_aux_loss_coef", None) if asks else None
 
 
 def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:

@@ -156,7 +156,7 @@ class Balance:
             return None
         balance, z = balance_loss(self._sums), z_loss(self._sums)
         self._losses += torch.stack([balance.detach(), z.detach()]) / self._passes
-        return (self.options.aux_loss * balance + self.options.z_loss * z) / self._passes  # type: ignore[operator]
+        return ((self.options.aux_loss or 0.0) * balance + self.options.z_loss * z) / self._passes
 
     def totals(self) -> tuple[Tensor, Tensor]:
         """Return loads and losses of a step over all stages and data ranks, float64. Collective, once a step.
