@@ -44,6 +44,8 @@ ROUTED = {
 }  # fmt: skip
 """Sizes of small mixtures; the first layer of the last has no experts."""
 AUX, Z = 0.05, 0.02
+EPS = 1e-3
+"""AdamW's: a gradient that float32 rounds away, as transformers does in its loss, is not made a whole step."""
 
 
 def routed_config(name: str, layers: int = 4, **sizes: int):
@@ -55,6 +57,7 @@ def routed_config(name: str, layers: int = 4, **sizes: int):
 
 def routed_session(name: str, case: Case, experts: Experts, dtype: str = "fp64", layers: int = 4) -> Session:
     config = replace(run_config(case, dtype, 3), experts=experts)
+    config = replace(config, optimizer=replace(config.optimizer, eps=EPS))
     return apply(config, workload(config, routed_config(name, layers)), device=torch.device("cpu"))
 
 
@@ -77,6 +80,7 @@ def plain_training(name: str, experts: Experts, passes: int, steps: int = 3, lay
         meta_model(routed_config(name, layers)), initializer, seed=7, dtype=torch.float64, device=torch.device("cpu")
     )
     optimizer, losses, numbers = adamw(model), [], []
+    optimizer.param_groups[0]["eps"] = EPS
     for step in range(steps):
         ids, labels = batch(step)
         total, loss, sums = int((labels[:, 1:] != -100).sum()), 0.0, torch.zeros(2, dtype=torch.float64)

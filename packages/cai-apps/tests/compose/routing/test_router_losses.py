@@ -29,7 +29,7 @@ def check(name: str, case: Case, experts: Experts = BOTH) -> None:
         assert got["dropped_share"] == 0
     for _, other_numbers, _ in results[1:]:
         assert other_numbers == got_numbers
-    assert_same_as_one_device(got_parameters, parameters, tolerance=1e-4)
+    assert_same_as_one_device(got_parameters, parameters, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", list(ROUTED))
@@ -70,7 +70,7 @@ def test_without_losses_nothing_travels():
     )[0]
     assert got_losses == pytest.approx(losses, rel=1e-6)
     assert "aux_loss" not in numbers[0]
-    assert_same_as_one_device(got_parameters, parameters, tolerance=1e-4)
+    assert_same_as_one_device(got_parameters, parameters, tolerance=1e-5)
 
 
 def test_loads_are_those_of_all_ranks():

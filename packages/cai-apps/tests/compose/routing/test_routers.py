@@ -164,6 +164,19 @@ def test_decisions_are_taken_again(name):
         assert torch.allclose(model(input_ids=ids).logits, own, atol=1e-12), "weights are those of the choice"
 
 
+def test_replayed_experts_are_weighed_by_the_routers_own_scores():
+    model, ids, decisions = replay_of("mixtral")
+    routers, outputs = routers_of(model), []
+    hook = routers[0].module.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with replayed(routers, decisions[0]):
+        model(input_ids=ids)
+    hook.remove()
+    logits, scores, choice = outputs[0]
+    wanted = logits.softmax(-1).gather(1, choice)
+    assert torch.equal(choice, decisions[0][routers[0].name])
+    assert torch.allclose(scores.double(), wanted / wanted.sum(1, keepdim=True), atol=1e-6)
+
+
 def test_decisions_of_other_tokens_or_models_are_refused():
     model, ids, decisions = replay_of("mixtral")
     routers = routers_of(model)

@@ -33,7 +33,7 @@ REST = 3
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a microbatch that a rank's routers see, where tensor ranks divide sequences.
+    """The part of a microbatch that a rank's routers may see, where tensor ranks divide sequences.
 
     Args:
         index, ranks: this rank, and the number of them.
@@ -55,7 +55,8 @@ class Balance:
         mesh: the mesh of the session.
         microbatches: the number of microbatches of a step of a data rank.
         device: the device.
-        share: the part of a microbatch that this rank's routers see; None: all of it.
+        share: the part of a microbatch that this rank's routers may see; None: all of it. What a router returns says
+            whether it has seen a part.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class Balance:
         self._noted: list[tuple[int, Tensor, Tensor]] = []
         self._sums: Tensor | None = None
         self._token_weights: Tensor | None = None
+        self._places = 0
+        self._parts: set[int] = set()
         self._loads = torch.zeros(len(routers), self._most + REST, dtype=torch.float64, device=device)
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
         self._total: tuple[Tensor, Tensor] | None = None
@@ -103,44 +106,43 @@ class Balance:
     def begin(self, model: nn.Module, received: Tensor | None, inputs: Mapping[str, Any]) -> None:
         """See a forward begin: a `Companion`'s. Only those of training are looked at."""
         self._noted, self._open, self._sums = [], model.training, received
-        self._token_weights = self._own(self._weights_of(inputs)) if self._open else None
+        if self._open:
+            self._token_weights, self._places = self._weights_of(inputs), inputs["input_ids"].numel()
 
     def end(self) -> Tensor | None:
         """See a forward end: a `Companion`'s."""
         noted, self._noted, self._open = self._noted, [], False
+        sums = torch.zeros(self.size, dtype=torch.float64, device=self._loads.device)
+        if self._sums is not None:
+            sums = sums + self._sums
         for number, logits, choice in noted:
-            self._count(number, logits.detach(), choice)
-        if not self.size:
-            return None
-        sums = self._sums
-        squares = self.options.z_loss > 0
-        added = [sums_of(logits, choice, self._token_weights, squares=squares) for _, logits, choice in noted]
-        if added:
-            total = self._of_ranks(torch.stack(added).double().sum(0))
-            sums = total if sums is None else sums + total
-        elif sums is None:
-            sums = torch.zeros(self.size, dtype=torch.float64, device=self._loads.device)
-        else:
-            sums = sums.clone()
-        self._sums = sums
-        return sums
+            share = self._share_of(logits)
+            weights = self._weights_for(share)
+            self._count(number, logits.detach(), choice, weights)
+            if share is not None:
+                self._parts.add(number)
+            if self.size:
+                added = sums_of(logits, choice, weights, squares=self.options.z_loss > 0).double()
+                sums = sums + (added if share is None else reduce_from(added, group(self._mesh, share.axes)))
+        self._sums, self._token_weights = sums, None
+        return sums if self.size else None
 
-    def _own(self, weights: Tensor | None) -> Tensor | None:
-        """Return the weights of the tokens that this rank's routers see, [tokens]."""
-        if weights is None:
-            return None
-        if self._share is not None:
-            weights = weights.chunk(self._share.ranks, dim=1)[self._share.index]
-        return weights.flatten()
+    def _share_of(self, logits: Tensor) -> Share | None:
+        """Return the part of a microbatch that a router has seen; None: all of it."""
+        share = self._share
+        seen = len(logits)
+        return share if share is not None and seen != self._places == seen * share.ranks else None
 
-    def _of_ranks(self, sums: Tensor) -> Tensor:
-        """Return sums over the ranks that divide the tokens of a microbatch; each gets the whole gradient."""
-        return sums if self._share is None else reduce_from(sums, group(self._mesh, self._share.axes))
+    def _weights_for(self, share: Share | None) -> Tensor | None:
+        """Return the weights of the tokens that a router has seen, [tokens]."""
+        weights = self._token_weights
+        if weights is not None and share is not None:
+            weights = weights.chunk(share.ranks, dim=1)[share.index]
+        return None if weights is None else weights.flatten()
 
     @torch.no_grad()
-    def _count(self, number: int, logits: Tensor, choice: Tensor) -> None:
-        router, weights = self.routers[number], self._token_weights
-        row = self._loads[number]
+    def _count(self, number: int, logits: Tensor, choice: Tensor, weights: Tensor | None) -> None:
+        router, row = self.routers[number], self._loads[number]
         tokens = row.new_tensor(float(len(logits))) if weights is None else weights.sum(dtype=row.dtype)
         row[: router.experts] += loads_of(choice, router.experts, weights, row.dtype)
         row[self._most + ENTROPY] += entropy(logits, weights)
@@ -165,9 +167,12 @@ class Balance:
         the balance loss and of the z loss.
         """
         if self._total is None:
-            numbers = torch.cat([self._loads.flatten(), self._losses])
-            if self._share is not None:
-                numbers[: self._loads.numel()] = self._summed(numbers[: self._loads.numel()], self._share.axes)
+            loads = self._loads
+            if self._share is not None and self._parts:
+                loads = loads.clone()
+                parts = sorted(self._parts)
+                loads[parts] = self._summed(loads[parts], self._share.axes)
+            numbers = torch.cat([loads.flatten(), self._losses])
             numbers = self._summed(self._summed(numbers, ("pp",)), DATA_AXES)
             self._total = numbers[:-2].view_as(self._loads), numbers[-2:]
         return self._total
