@@ -77,7 +77,11 @@ def plain_training(name: str, experts: Experts, passes: int, steps: int = 3, lay
     The losses of routers are transformers' own, of each part, their mean over parts.
     """
     model = materialize(
-        meta_model(routed_config(name, layers)), initializer, seed=7, dtype=torch.float64, device=torch.device("cpu")
+        meta_model(routed_config(name, layers)),
+        initializer,
+        seed=7,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
     )
     optimizer, losses, numbers = adamw(model), [], []
     optimizer.param_groups[0]["eps"] = EPS
@@ -86,7 +90,9 @@ def plain_training(name: str, experts: Experts, passes: int, steps: int = 3, lay
         total, loss, sums = int((labels[:, 1:] != -100).sum()), 0.0, torch.zeros(2, dtype=torch.float64)
         for i, t in zip(ids.split(BATCH // passes), labels.split(BATCH // passes), strict=True):
             balance, z, logits = router_losses(model, i)
-            part = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), t[:, 1:].flatten(), reduction="sum")
+            part = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), t[:, 1:].flatten(), reduction="sum"
+            )
             ((part / total) + (experts.aux_loss * balance + experts.z_loss * z) / passes).backward()
             loss += part.item() / total
             sums += torch.stack([balance.detach().double(), z.detach().double()]) / passes
@@ -108,4 +114,3 @@ def router_losses(model: nn.Module, ids: torch.Tensor):
         balance = load_balancing_loss_func(routers, routers[0].shape[-1], model.config.num_experts_per_tok)
     z = torch.cat(list(routers)).exp().sum(-1).log().square().mean()
     return balance, z, output.logits
-

@@ -221,8 +221,8 @@ class Experts:
     z_loss: Annotated[float, NATURAL] = 0.0
     """Coefficient of the router z loss (arXiv:2202.08906), usually 0.001."""
     bias_update: Annotated[float, NATURAL] = 0.0
-    """Rate at which the bias that corrects a router's choice moves against loads in each step (arXiv:2408.15664), usually
-    0.001; for models that have one, as DeepSeek-V3. 0: it stays."""
+    """Rate at which the bias that corrects a router's choice moves against loads in each step (arXiv:2408.15664),
+    usually 0.001; for models that have one, as DeepSeek-V3. 0: it stays."""
     router_dtype: Literal["compute", "float32"] = "compute"
     """Dtype in which routers multiply and take their softmax."""
     show: bool = False

@@ -66,7 +66,7 @@ class Saved:
         return Saved(*by_block, self.rest * factor, self.loss * factor)
 
     def plus(self, by_name: Mapping[str, int]) -> Saved:
-        """Return the same with more bytes of blocks, which recompute keeps as well; those of no block are of the rest."""
+        """Return the same with more bytes of blocks, which recompute keeps too; those of no block are of the rest."""
         blocks = {name: size for name, size in by_name.items() if name in self.inputs}
         rest = sum(size for name, size in by_name.items() if name not in blocks)
         kept, inputs = (

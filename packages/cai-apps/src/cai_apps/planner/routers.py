@@ -16,9 +16,9 @@ WIDE = 4
 
 
 def router_bytes(config: RunConfig, workload: Workload) -> Mapping[str, int]:
-    """Return the bytes that losses of routers keep of a microbatch on a tensor-parallel rank, by layer, with recompute too.
+    """Return the bytes that losses of routers keep of a microbatch on a tensor-parallel rank, by layer.
 
-    The balance loss keeps probabilities, the z loss logits in float32.
+    They stay with recompute too. The balance loss keeps probabilities, the z loss logits in float32.
 
     Args:
         config: the resolved config.

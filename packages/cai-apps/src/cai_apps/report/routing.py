@@ -35,7 +35,10 @@ def routing_rows(records: list[dict]) -> list[tuple[str, str]]:
     need([last], [*layers.values()])
     worst = sorted(layers, key=lambda number: -last[layers[number]])[:MOST]
     return [
-        ("load of the busiest expert", f"{first['load_worst']:.2f} to {last['load_worst']:.2f} times the mean"),
+        (
+            "load of the busiest expert",
+            f"{first['load_worst']:.2f} to {last['load_worst']:.2f} times the mean",
+        ),
         ("routers with the busiest", ", ".join(f"{number}: {last[layers[number]]:.2f}" for number in worst)),
         ("loads, deviation over mean", f"{first['load_imbalance']:.2f} to {last['load_imbalance']:.2f}"),
         ("routing entropy", f"{last['routing_entropy']:.1%} of even routing"),

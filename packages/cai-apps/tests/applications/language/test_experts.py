@@ -22,7 +22,9 @@ from cai_mesh.errors import ConfigError
 def test_the_coefficient_is_the_models_own_where_it_asks_for_one():
     model = routed_config("olmoe")
     model.router_aux_loss_coef = 0.03
-    config = replace(Config(), train=sections.Train(global_batch=1), data=replace(Config().data, sequence_length=16))
+    config = replace(
+        Config(), train=sections.Train(global_batch=1), data=replace(Config().data, sequence_length=16)
+    )
     assert resolve(config, model, 1).experts.aux_loss is None
     model.output_router_logits = True
     assert resolve(config, model, 1).experts.aux_loss == 0.03
@@ -45,11 +47,15 @@ def test_a_grid_of_ranks_is_refused():
         check_settings(replace(Config(), experts=Experts(aux_loss=0.1), parallel=grid))
 
 
-@pytest.mark.parametrize("option", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"bias_update": 0.1}, {"router_dtype": "float32"}])
+@pytest.mark.parametrize(
+    "option", [{"aux_loss": 0.1}, {"z_loss": 0.1}, {"bias_update": 0.1}, {"router_dtype": "float32"}]
+)
 def test_a_model_without_routers_is_refused_before_its_data(option, tmp_path):
     config = replace(Config(), experts=Experts(**option), model=Model(name="llama-tiny"))
     config = replace(config, data=replace(config.data, source=str(tmp_path / "nothing.txt")))
-    with pytest.raises(ConfigError, match=f"experts.{next(iter(option))} is of routers, and LlamaForCausalLM has none"):
+    with pytest.raises(
+        ConfigError, match=f"experts.{next(iter(option))} is of routers, and LlamaForCausalLM has none"
+    ):
         LANGUAGE.prepare(config)
 
 

@@ -41,9 +41,9 @@ from cai_apps.compose.models import (
     pretrained_directory,
 )
 from cai_apps.compose.quantized_base import check_quantized
+from cai_apps.compose.routing.entry import routers_for
 from cai_apps.compose.value_head import check_reward_model, has_stored_head
 from cai_apps.compose.workload import Workload
-from cai_apps.compose.routing.entry import routers_for
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
 from cai_apps.data.batches import Samples
 from cai_apps.data.content import digest_of_files, digest_of_weights

@@ -215,7 +215,11 @@ class Balance:
             mean = row[: router.experts].mean().clamp_min(torch.finfo(row.dtype).tiny)
             by_router.append(row[: router.experts].max() / mean)
             spread.append(row[: router.experts].std(correction=0) / mean)
-            even.append(row[self._most + ENTROPY] / row[self._most + TOKENS].clamp_min(1) / math.log(max(2, router.experts)))
+            even.append(
+                row[self._most + ENTROPY]
+                / row[self._most + TOKENS].clamp_min(1)
+                / math.log(max(2, router.experts))
+            )
         visits = loads[:, self._most + VISITS].sum().clamp_min(1)
         numbers = {
             "load_worst": torch.stack(by_router).max(),

@@ -51,9 +51,8 @@ class Router:
         logits = self.logits(output)
         shape = (logits.shape[0], self.visited)
         for value in () if isinstance(output, Tensor) else output:
-            if isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
-                if tuple(value.shape) == shape:
-                    return value
+            if _is_integer(value) and tuple(value.shape) == shape:
+                return value
         return logits.detach().topk(self.visited, dim=-1).indices
 
     def correction(self) -> Tensor:
@@ -105,6 +104,10 @@ def need_routers(model: nn.Module, what: str) -> list[Router]:
     return routers
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
 def _recorded(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield the modules that the model, or a part of it, records as routers, and the place of their logits."""
     recorders: dict[int, Any] = {}
@@ -134,7 +137,9 @@ def _beside_experts(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 def _stacked(module: nn.Module) -> int:
     """Return the number of experts whose matrices a module stacks, [experts, ...]; 0: it does not."""
-    counts = {param.shape[0] for param in module._parameters.values() if param is not None and param.ndim == 3}
+    counts = {
+        param.shape[0] for param in module._parameters.values() if param is not None and param.ndim == 3
+    }
     return counts.pop() if len(counts) == 1 else 0
 
 

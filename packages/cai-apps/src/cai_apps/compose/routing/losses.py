@@ -1,7 +1,7 @@
 """Losses of routers on plain tensors.
 
-Both are of all routers and tokens of one forward, as transformers has them: sums over layers come first, and the loss is
-of the sums. So they can be added up along the layers, wherever those are.
+Both are of all routers and tokens of one forward, as transformers has them: sums over layers come first, and the loss
+is of the sums. So they can be added up along the layers, wherever those are.
 """
 
 from __future__ import annotations

@@ -26,10 +26,15 @@ def in_float32(routers: Iterable[Router]) -> None:
 def _widen(router: Router) -> None:
     module = router.module
     plain = copy.copy(module)  # shares parameters and buffers, and has no hooks and no other forward
-    plain._forward_hooks, plain._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
+    plain._forward_hooks, plain._forward_pre_hooks = (
+        type(module._forward_hooks)(),
+        type(module._forward_pre_hooks)(),
+    )
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        narrow = next(value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point())
+        narrow = next(
+            value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()
+        )
         params = {name: _wide(param) for name, param in module.named_parameters()}
         output = functional_call(plain, params, tuple(map(_wide, args)), kwargs)
         if isinstance(output, Tensor):

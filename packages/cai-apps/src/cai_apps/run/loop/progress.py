@@ -47,8 +47,9 @@ class PlainProgress:
         if not first and metrics.step % self._every and metrics.step != self._total:
             return
         remaining_seconds = fmean(self._seconds) * (self._total - metrics.step)
+        line = describe(metrics, self._shows_load)
         print(
-            f"step {metrics.step}/{self._total}  {describe(metrics, self._shows_load)}  ETA {_clock(remaining_seconds)}",
+            f"step {metrics.step}/{self._total}  {line}  ETA {_clock(remaining_seconds)}",
             flush=True,
         )
 
