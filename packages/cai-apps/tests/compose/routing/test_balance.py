@@ -127,3 +127,18 @@ def of_a_norm(norm: float):
 def test_a_step_that_is_left_out_moves_no_bias():
     assert run_ranks(1, of_a_norm, float("nan"))[0] == [0, 0, 0]
     assert run_ranks(1, of_a_norm, 1.0)[0] == pytest.approx([RATE] * 3)
+
+
+def numbers_after(evaluates: bool):
+    """What a step with recompute says of its routers, with an evaluation before that is read or without."""
+    case = Case(microbatches=2, recompute="full")
+    session = routed_session("olmoe", case, Experts(aux_loss=0.1))
+    batches, total = microbatches_of(session, case, 0)
+    session.step(batches, total=total)
+    if evaluates:
+        session.evaluate(microbatches_of(session, case, 1)[0], total=total)
+    return {name: float(value) for name, value in session.routing().items()}
+
+
+def test_an_evaluation_does_not_count():
+    assert run_ranks(1, numbers_after, True) == run_ranks(1, numbers_after, False)
