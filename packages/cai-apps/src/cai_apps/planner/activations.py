@@ -69,10 +69,10 @@ class Saved:
         """Return the same with more bytes of blocks, which recompute keeps too; those of no block are of the rest."""
         blocks = {name: size for name, size in by_name.items() if name in self.inputs}
         rest = sum(size for name, size in by_name.items() if name not in blocks)
-        kept, inputs = (
+        more = [
             {name: size + blocks.get(name, 0) for name, size in of.items()} for of in (self.kept, self.inputs)
-        )
-        return replace(self, kept=kept, inputs=inputs, rest=self.rest + rest)
+        ]
+        return replace(self, kept=more[0], inputs=more[1], rest=self.rest + rest)
 
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:

@@ -24,10 +24,10 @@ def router_bytes(config: RunConfig, workload: Workload) -> Mapping[str, int]:
         config: the resolved config.
         workload: the workload that is trained.
     """
-    kept: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     options = workload.experts
     if options is None or not (options.aux_loss or options.z_loss):
-        return kept
+        return sizes
     model, tensor = on_meta(workload), config.parallel.tensor
     routers = routers_for(options, model)
     names = {module: name for name, module in model.named_modules()}
@@ -37,5 +37,5 @@ def router_bytes(config: RunConfig, workload: Workload) -> Mapping[str, int]:
     tokens = places // tensor.size if tensor.sequence else places
     for router in routers:
         layer = next((name for name in layers if router.name.startswith(f"{name}.")), "")
-        kept[layer] += tokens * router.experts * WIDE * (2 if options.z_loss else 1)
-    return kept
+        sizes[layer] += tokens * router.experts * WIDE * (2 if options.z_loss else 1)
+    return sizes

@@ -132,13 +132,13 @@ def check_noise(config: Config) -> None:
 def check_experts(config: Config) -> None:
     """Raises ConfigError where a grid of ranks cuts the tokens that routers are to be balanced by."""
     experts, mode = config.experts, config.parallel.tensor.mode
-    asked = [name for name in ("aux_loss", "z_loss", "bias_update", "show") if getattr(experts, name)]
-    if asked and mode != "1d":
+    options = [name for name in ("aux_loss", "z_loss", "bias_update", "show") if getattr(experts, name)]
+    if options and mode != "1d":
         raise ConfigError(
             "routers on a grid of ranks see other tokens on each",
-            got=f'experts.{asked[0]} = {getattr(experts, asked[0])}, parallel.tensor.mode = "{mode}"',
+            got=f'experts.{options[0]} = {getattr(experts, options[0])}, parallel.tensor.mode = "{mode}"',
             expected='parallel.tensor.mode = "1d"',
-            fix=f"set experts.{asked[0]} to 0, or the mode to that",
+            fix=f"set experts.{options[0]} to 0, or the mode to that",
         )
 
 

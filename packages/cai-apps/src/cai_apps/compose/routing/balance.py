@@ -130,8 +130,8 @@ class Balance:
     def _share_of(self, logits: Tensor) -> Share | None:
         """Return the part of a microbatch that a router has seen; None: all of it."""
         share = self._share
-        seen = len(logits)
-        return share if share is not None and seen != self._places == seen * share.ranks else None
+        tokens = len(logits)
+        return share if share is not None and tokens != self._places == tokens * share.ranks else None
 
     def _weights_for(self, share: Share | None) -> Tensor | None:
         """Return the weights of the tokens that a router has seen, [tokens]."""

@@ -63,7 +63,7 @@ def balance_of(
     Args:
         config: the resolved config.
         workload: the workload, whose `experts` are resolved.
-        routers: what `routers_for` returned.
+        routers: the result of `routers_for`.
         mesh: the mesh of the session.
         device: the device.
     """

@@ -81,7 +81,7 @@ def need_routers(model: nn.Module, what: str) -> list[Router]:
 
     Args:
         model: the model, as for `routers_of`.
-        what: what needs them, for the error.
+        what: the key that needs them, for the error.
 
     Raises:
         ConfigError: there are none, or they differ in their number of experts.

@@ -59,7 +59,7 @@ def balance_loss(sums: Tensor) -> Tensor:
     and of its mean probability; balanced it is that number.
 
     Args:
-        sums: what `sums_of` returns, added up over layers, [2 * experts + 2].
+        sums: those of `sums_of`, added up over layers, [2 * experts + 2].
     """
     experts = (len(sums) - 2) // 2
     probabilities, _, loads, tokens = sums.split([experts, 1, experts, 1])
