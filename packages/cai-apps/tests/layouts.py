@@ -182,7 +182,7 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         replicate=case.replicate,
         shard=case.data,
         zero=case.zero,  # type: ignore[arg-type]
-        experts=c.Experts(case.experts),
+        experts=c.ExpertRanks(case.experts),
         tensor=c.Tensor(case.mode, case.tensor, sequence=case.sequence),  # type: ignore[arg-type]
         pipeline=c.Pipeline(
             size=case.pipeline,

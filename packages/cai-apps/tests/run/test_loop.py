@@ -56,6 +56,9 @@ class OneWeight:
         self.gradient = self.gradient + (2 * (self.weight - targets)).sum() / total
         return ((self.weight - targets) ** 2).sum() / total
 
+    def routing(self):
+        return {"load_worst": torch.tensor(1.5)}
+
     def norm(self):
         gradient = self.gradient.clone()
         all_reduce(gradient, group(self.mesh, DATA_AXES)).wait()
@@ -166,6 +169,7 @@ def test_position_and_records(single):
         {"validation_target"}
     ] * 2
     assert metrics[0].record()["target"] == metrics[0].measures["target"]
+    assert metrics[0].record()["load_worst"] == 1.5
     assert [m.validation_loss is not None for m in metrics] == [False, False, True, False, False, True]
     assert [m.lr for m in metrics[:3]] == [0.25, 0.5, 0.5]
     assert single[0] == pytest.approx(0.85, abs=0.05)

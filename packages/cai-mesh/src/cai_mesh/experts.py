@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["visited_share"]
+__all__ = ["COUNTS", "VISITED", "visited_share"]
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 VISITED = ("num_experts_per_tok", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from cai_pipeline.run.executor import Observers, PipelineRunner
     from cai_pipeline.stages.placeholders import Placeholder
     from cai_pipeline.stages.split import split
-    from cai_pipeline.stages.stage import Stages, run_stage
+    from cai_pipeline.stages.stage import Companion, Stages, accompany, run_stage
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Companion",
     "Costs",
     "Kind",
     "Observers",
@@ -48,6 +49,7 @@ __all__ = [
     "Stages",
     "Timeline",
     "Trial",
+    "accompany",
     "begin_with",
     "check",
     "draw",
@@ -65,11 +67,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Companion": "cai_pipeline.stages.stage",
     "Observers": "cai_pipeline.run.executor",
     "PipelineRunner": "cai_pipeline.run.executor",
     "Placeholder": "cai_pipeline.stages.placeholders",
     "Stages": "cai_pipeline.stages.stage",
     "Trial": "cai_mesh.trial",
+    "accompany": "cai_pipeline.stages.stage",
     "run_stage": "cai_pipeline.stages.stage",
     "split": "cai_pipeline.stages.split",
 }

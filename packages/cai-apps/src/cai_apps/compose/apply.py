@@ -17,6 +17,7 @@ from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
 from cai_apps.compose.lora import is_adapter
 from cai_apps.compose.optimizers import check_groups
+from cai_apps.compose.routing.entry import balance_of, routers_for
 from cai_apps.compose.session import Session
 from cai_apps.compose.sharding import on_one_host, place_weights
 from cai_apps.compose.step_loss import StepLoss
@@ -44,12 +45,16 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     mesh = build_mesh(mesh_spec(config), device_type=device.type)
     model = on_meta(workload)
     check_groups(config.optimizer, [name for name, _ in model.named_parameters()])
+    routers = routers_for(workload.experts, model)
     loss = transform(config, workload, model, mesh, device=device)
     trained = {canonical_name(name, param) for name, param in model.named_parameters() if param.requires_grad}
     weights = place_weights(config, workload, model, mesh, device=device)
     scale = LossScale(mesh) if config.precision.compute == "fp16" else None
     samples = _clipped(config, weights)
-    step_loss = StepLoss(loss, workload, scale)
+    balance = balance_of(config, workload, routers, mesh, device)
+    if balance is not None:
+        balance.attach(model)
+    step_loss = StepLoss(loss, workload, scale, balance)
     runner = PipelineRunner(
         model,
         mesh,
@@ -63,7 +68,8 @@ def apply(config: RunConfig, workload: Workload, *, device: torch.device) -> Ses
     )
     decay = config.optimizer.ema_decay
     average = None if decay is None else Average(weights, decay, trained)
-    return Session(config, mesh, model, weights, runner, workload, step_loss, scale, average, samples)
+    parts = (workload, step_loss, scale, average, samples, balance)
+    return Session(config, mesh, model, weights, runner, *parts)
 
 
 def _clipped(config: RunConfig, weights: Weights) -> SampleClip | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.average import Average
 from cai_apps.compose.broken import watched
 from cai_apps.compose.forwards import logits_waiting, scores
+from cai_apps.compose.routing.balance import Balance
 from cai_apps.compose.step_loss import Evaluation, StepLoss
 from cai_apps.compose.weights import MODEL, Weights
 from cai_apps.compose.workload import Batch, Score, Workload
@@ -52,6 +53,8 @@ class Session:
     """The average of the weights, where the config asks for one."""
     samples: SampleClip | None = None
     """Clips each sample's gradient, where the config asks for it and a step has several."""
+    balance: Balance | None = None
+    """The routers of a mixture of experts."""
     measures: Tensor | None = None
     """What the loss of the last step has measured, of this data rank, on every rank of its pipeline: numerators and
     denominators, float64 [2, names]; None where the workload measures nothing."""
@@ -72,6 +75,8 @@ class Session:
         rng.seed_torch(self.config.train.seed, self.steps, differing)
         microbatches = self.workload.before_step(self, microbatches)
         self.model.train()
+        if self.balance is not None:
+            self.balance.start_step()
         with (
             self.workload.running(),
             self._clipping(total),
@@ -86,6 +91,10 @@ class Session:
         if values is not None:
             all_reduce(values, group(self.mesh, ("pp",))).wait()
         return values
+
+    def routing(self) -> dict[str, Tensor]:
+        """Return what the last step says of routers, by name, scalars on the device; nothing without. Collective."""
+        return {} if self.balance is None else self.balance.numbers()
 
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
@@ -132,6 +141,8 @@ class Session:
             self.weights.step(norm, self.clip)
             if self.average is not None:
                 self.average.update(self.steps + 1)
+            if self.balance is not None:
+                self.balance.update_bias(norm)
         if self.scale is not None:
             self.scale.update()
         self.steps += 1
@@ -203,7 +214,11 @@ class Session:
         average = {} if self.average is None else self.average.state()
         unchanged = self._unchanged() if self.workload.has_base else set()
         state = {name: value for name, value in self.weights.state().items() if name not in unchanged}
-        return state | scale | average
+        return state | self.biases() | scale | average
+
+    def biases(self) -> dict[str, Any]:
+        """Return the biases of routers that steps move, by their names in a checkpoint: views."""
+        return {} if self.balance is None else self.balance.state(self.model, MODEL)
 
     def _unchanged(self) -> set[str]:
         """Return what a checkpoint would call frozen weights."""

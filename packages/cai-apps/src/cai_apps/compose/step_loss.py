@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cai_apps.compose.routing.balance import Balance
 from cai_apps.compose.workload import Loss, Workload
 from cai_zero import LossScale
 
@@ -31,10 +32,13 @@ class StepLoss:
         loss: the loss, summed over a microbatch.
         workload: the workload, which knows whether predictions can be right.
         scale: the scale of the loss, with float16.
+        balance: the routers, whose losses add their gradients and not their values; None: there are none.
     """
 
-    def __init__(self, loss: Loss, workload: Workload, scale: LossScale | None):
-        self.loss, self._workload, self._scale = loss, workload, scale
+    def __init__(
+        self, loss: Loss, workload: Workload, scale: LossScale | None, balance: Balance | None = None
+    ):
+        self.loss, self._workload, self._scale, self._balance = loss, workload, scale, balance
         self._correct: Tensor | None = None
         self._measures: Tensor | None = None
 
@@ -43,6 +47,9 @@ class StepLoss:
         if self._correct is not None and self._workload.correct is not None:
             self._correct += self._workload.correct(self.loss, output, expected)
         partial_loss = self._summed(output, expected) / total
+        of_routers = None if self._balance is None else self._balance.term()
+        if of_routers is not None:
+            partial_loss = partial_loss + (of_routers - of_routers.detach()).to(partial_loss.dtype)
         return partial_loss if self._scale is None else self._scale.scale(partial_loss)
 
     def _summed(self, output: Any, expected: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.quantized_base import QuantizedBase
+from cai_apps.config.sections import Experts
 from cai_pipeline import Trial
 
 Batch = dict[str, Tensor]
@@ -46,6 +47,10 @@ def _without_more(forwards: Forwards, microbatches: Sequence[Batch]) -> Sequence
 
 def _none(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return []
+
+
+def _all_count(inputs: Mapping[str, Any]) -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,9 @@ class Workload:
             called before each step and each validation. Collective.
         chooses_places: whether its loss wants logits at places of its choice (`NextTokenLoss.log_probs`). An output
             layer that tensor ranks share then waits, where kernels take the loss, as one of one rank does anyway.
+        experts: the options of the model's routers, resolved; None: nobody looks at routers.
+        token_weights: keyword arguments of the model -> the weight of each place in what routers add up, [samples,
+            places], 0 for what fills a row; None: all count.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
     """
@@ -106,6 +114,8 @@ class Workload:
     measures: tuple[str, ...] = ()
     before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
     chooses_places: bool = False
+    experts: Experts | None = None
+    token_weights: Callable[[Mapping[str, Any]], Tensor | None] = _all_count
     trial: Trial | None = None
 
 

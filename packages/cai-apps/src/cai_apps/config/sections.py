@@ -34,7 +34,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertRanks:
     size: DEGREE = 1
     """Ranks over which the experts of each layer are spread; each has a part of them, and tokens travel. They are ranks
     of `shard` and `tensor`."""
@@ -85,7 +85,7 @@ class Parallel:
     wire_gradients: Literal["full", "int8", "fp8"] = "full"
     """What gradients are reduced as; what rounding takes from one is added to the next."""
     tensor: Tensor = field(default_factory=Tensor)
-    experts: Experts = field(default_factory=Experts)
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
     pipeline: Pipeline = field(default_factory=Pipeline)
 
 
@@ -217,6 +217,24 @@ class LoRA:
     blocks, of a diffusion model the projections of attention."""
     dropout: Annotated[float, PART] = 0.0
     """Part of its inputs that an adapter drops in training."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How routers of a mixture of experts are balanced and shown, of applications whose models may have them."""
+
+    aux_loss: Annotated[float | None, NATURAL] = None
+    """Coefficient of the load-balancing loss (arXiv:2101.03961), of all layers together, as transformers has it; None:
+    the model's router_aux_loss_coef where its config.json says output_router_logits, else 0."""
+    z_loss: Annotated[float, NATURAL] = 0.0
+    """Coefficient of the router z loss (arXiv:2202.08906), usually 0.001."""
+    bias_update: Annotated[float, NATURAL] = 0.0
+    """Rate at which the bias that corrects a router's choice moves against loads in each step (arXiv:2408.15664),
+    usually 0.001; for models that have one, as DeepSeek-V3. 0: it stays."""
+    router_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype in which routers multiply and take their softmax."""
+    show: bool = False
+    """Print the load of the busiest expert beside the loss."""
 
 
 class Logged(Protocol):

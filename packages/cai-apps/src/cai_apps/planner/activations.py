@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
+from cai_apps.planner.routers import router_bytes
 from cai_apps.planner.world import imaginary_rank
 from cai_kernels import planning_for
 from cai_mesh.errors import CaiError, PlanError
@@ -65,6 +66,15 @@ class Saved:
         )
         return Saved(*by_block, self.rest * factor, self.loss * factor)
 
+    def plus(self, by_name: Mapping[str, int]) -> Saved:
+        """Return the same with more bytes of blocks, which recompute keeps too; those of no block are of the rest."""
+        blocks = {name: size for name, size in by_name.items() if name in self.inputs}
+        rest = sum(size for name, size in by_name.items() if name not in blocks)
+        more = [
+            {name: size + blocks.get(name, 0) for name, size in of.items()} for of in (self.kept, self.inputs)
+        ]
+        return replace(self, kept=more[0], inputs=more[1], rest=self.rest + rest)
+
 
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
     """Return the bytes that the forward of a resolved config keeps, with all stages on one rank.
@@ -82,16 +92,18 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
     shard = math.lcm(tensor, experts) // tensor  # as few as ranks of experts can be
     config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=shard))
     compute = DTYPES[config.precision.compute]
+    more = router_bytes(config, workload)
     with imaginary_rank(mesh_spec(config), 0) as mesh, _silence():
         try:
-            return _forward(config, workload, mesh, device, compute)
+            return _forward(config, workload, mesh, device, compute).plus(more)
         except CaiError:
             raise
         except Exception as error:  # whatever torch or the model raises for want of values
             if compute == torch.bfloat16:
                 raise _untold(error) from error
         try:
-            return _forward(config, workload, mesh, device, torch.bfloat16).times(compute.itemsize // 2)
+            narrow = _forward(config, workload, mesh, device, torch.bfloat16)
+            return narrow.times(compute.itemsize // 2).plus(more)
         except Exception as error:
             raise _untold(error) from error
 

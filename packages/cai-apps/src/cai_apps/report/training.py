@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cai_apps.report.page import Page
 from cai_apps.report.plots import LOSS, Curve
+from cai_apps.report.routing import CURVES, routing_rows
 from cai_apps.run.loop.metrics import need
 
 VALIDATED = (
@@ -30,7 +31,7 @@ def training_page(unit: str) -> Page:
             (f"{unit} per second", f"{_mean(later, rate):,.0f}"),
             ("peak memory of a rank", f"{max(r['memory_bytes'] for r in records) / 2**30:.2f} GiB"),
         ]
-        rows += _validated(records)
+        rows += _validated(records) + routing_rows(records)
         if last.get("tflops") is not None:
             rows.append(("TFLOP/s of a rank", f"{_mean(later, 'tflops'):,.1f}"))
         shares = (("mfu", "MFU, causal attention"), ("mfu_full_attention", "MFU, full attention"))
@@ -39,7 +40,7 @@ def training_page(unit: str) -> Page:
         ]
 
     curves = (LOSS, Curve("gradient norm", ("grad_norm",)), Curve("learning rate", ("lr",)))
-    return Page((*curves, Curve(f"{unit} per second", (rate,))), summary)
+    return Page((*curves, Curve(f"{unit} per second", (rate,)), *CURVES), summary)
 
 
 def _validated(records: list[dict]) -> list[tuple[str, str]]:

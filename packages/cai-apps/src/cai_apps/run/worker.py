@@ -220,8 +220,12 @@ class Recorder:
         self._trackers = Trackers(job.config, job.run, step=step, written=written)
         speaks = work.texts is not None or job.run.texts.exists()
         self._texts = Records(job.run.texts, from_step=position.step) if speaks else None
+        experts = work.workload.experts
         self._progress = open_progress(
-            job.config.train.steps, start=position.step, every=job.config.log.every
+            job.config.train.steps,
+            start=position.step,
+            every=job.config.log.every,
+            shows_load=experts is not None and experts.show,
         )
 
     def record(self, metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -148,6 +148,52 @@ class Stages:
         return stages or Stages((0,), {0: Stage(0, 1, range(0))})
 
 
+class Companion(Protocol):
+    """What adds up numbers along all layers of a model, from stage to stage, beside the hidden states.
+
+    A loss of routers is one of all layers, wherever they are: their sums travel with the hidden states, and the
+    gradient of the sums comes back with theirs. A companion sees each forward of each stage.
+    """
+
+    size: int
+    """Number of elements that travel; 0: nothing does."""
+
+    def begin(self, model: nn.Module, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> None:
+        """See a forward begin.
+
+        Args:
+            model: the model, in the mode it runs in.
+            received: the sums of the stages before, [size]; None: this is the first, or nothing travels.
+            inputs: keyword arguments of the whole model.
+        """
+        ...
+
+    def end(self) -> torch.Tensor | None:
+        """See the forward end; returns the sums up to here, [size], with their graph; None: nothing travels."""
+        ...
+
+
+COMPANION = "cai_companion"
+"""The attribute of a model with its companion."""
+
+
+def accompany(model: nn.Module, companion: Companion) -> None:
+    """Let a companion see every forward of a model's stages, and its sums travel. On all ranks of a pipeline, once.
+
+    Args:
+        model: a model that `split` returned, or an unsplit one.
+        companion: the companion, with as many elements on every rank.
+
+    Raises:
+        PlanError: the model has one.
+    """
+    if hasattr(model, COMPANION):
+        raise PlanError("the model has a companion", got=type(getattr(model, COMPANION)).__name__)
+    setattr(model, COMPANION, companion)
+    for stage in Stages.of(model).own.values():
+        stage.receives += companion.size > 0
+
+
 def run_stage(
     model: nn.Module,
     received: torch.Tensor | Tensors | None,
@@ -168,7 +214,7 @@ def run_stage(
     Returns:
         the hidden states to send to the next stage, [B, S, D], or a tuple of all tensors to send, where there are
         several (encoder-decoders, layers that hand on more than their hidden states); on the last stage what the model
-        returns, with a `NotHere` for each entry that only the whole model has.
+        returns, with a `NotHere` for each entry that only the whole model has. The sums of a `Companion` are sent last.
 
     Raises:
         PlanError: a model called like this cannot be split, or its forward skipped the layer that reads this stage's
@@ -180,13 +226,18 @@ def run_stage(
     arguments = arguments_of(model, inputs)
     if not stage.is_last:
         _without_labels(model, stage, arguments)
+    companion: Companion | None = getattr(model, COMPANION, None)
+    tensors, sums = _divided(tensors_in(received), companion)
+    if companion is not None:
+        companion.begin(model, sums, inputs)
     stages.running = stage
     try:
-        with stage.shown(model), stage.joined(model, tensors_in(received)) as io:
+        with stage.shown(model), stage.joined(model, tensors) as io:
             output = model(**arguments)
             skipped = not (stage.reads <= io.was_read and (stage.is_last or io.to_send))
     finally:
         stages.running = None
+    sums = None if companion is None else companion.end()
     if skipped:
         raise PlanError(
             f"the forward of {type(model).__name__} skipped a layer next to those of stage {stage.index}",
@@ -194,8 +245,16 @@ def run_stage(
             fix="turn it off when training in a pipeline",
         )
     if not stage.is_last:
-        return output[0] if len(output) == 1 else output
+        sent = output if sums is None else (*output, sums)
+        return sent[0] if len(sent) == 1 else sent
     return output if stages.check is None else without(output, missing)
+
+
+def _divided(received: Tensors, companion: Companion | None) -> tuple[Tensors, torch.Tensor | None]:
+    """Return what a stage received, and of it the sums of a companion."""
+    if companion is None or not companion.size or not received:
+        return received, None
+    return received[:-1], received[-1]
 
 
 def _without_labels(model: nn.Module, stage: Stage, arguments: dict[str, Any]) -> None:

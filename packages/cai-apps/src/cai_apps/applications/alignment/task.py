@@ -41,6 +41,7 @@ from cai_apps.compose.models import (
     pretrained_directory,
 )
 from cai_apps.compose.quantized_base import check_quantized
+from cai_apps.compose.routing.entry import routers_for
 from cai_apps.compose.value_head import check_reward_model, has_stored_head
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import OPTIONS, WEIGHTS
@@ -104,6 +105,7 @@ class AlignmentTask(LanguageTask):
             check_reward_model(model)
         built = on_meta(config, model, maker_of(config))  # refuses what has no place in the model
         check_quantized(built, config.lora.base)
+        routers_for(config.experts, built)
         if is_base(config):
             weights = weights_directory(config)
         if has_value_head(config) and weights is not None:

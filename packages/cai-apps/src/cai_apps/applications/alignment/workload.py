@@ -14,11 +14,12 @@ from cai_apps.applications.alignment.config import Config
 from cai_apps.applications.alignment.objective import Objective, measures_of
 from cai_apps.applications.alignment.reference import KL, ROWS, Comparison
 from cai_apps.applications.language.base import weights_directory
-from cai_apps.applications.language.model import Maker, build, initializer
+from cai_apps.applications.language.model import Maker, build, call_options, initializer
 from cai_apps.applications.language.noise import KEYS
 from cai_apps.applications.language.weights import pretrained, quantized_base
 from cai_apps.compose.models import causal_model, load_model_config
 from cai_apps.compose.positions import PositionsKnown
+from cai_apps.compose.routing.places import text_places
 from cai_apps.compose.value_head import HEAD, has_stored_head, reward_model
 from cai_apps.compose.workload import Batch, Workload
 
@@ -47,9 +48,10 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         model: the config of its model.
         comparison: the forwards before a step; None: as the config says, without a second model.
     """
+    options = call_options(model)
     return Workload(
         build=partial(build, config, model, maker_of(config)),
-        inputs=lambda batch: {name: batch[name] for name in INPUTS if name in batch},
+        inputs=lambda batch: {name: batch[name] for name in INPUTS if name in batch} | options,
         target=lambda batch: {
             name: value for name, value in batch.items() if name not in INPUTS or name == INPUTS[2]
         },
@@ -64,6 +66,8 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         measures=measures_of(config.alignment),
         before_step=comparison or Comparison(config),
         chooses_places=not has_value_head(config),
+        experts=config.experts,
+        token_weights=text_places,
     )
 
 

@@ -49,4 +49,5 @@ class Config(sections.RunConfig):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     lora: LoRA = field(default_factory=LoRA)
+    experts: sections.Experts = field(default_factory=sections.Experts)
     log: Log = field(default_factory=Log)

@@ -22,6 +22,8 @@ from cai_apps.compose.lora import (
     learned_modules,
     matching,
 )
+from cai_apps.compose.routing.finding import need_routers
+from cai_apps.compose.routing.precision import in_float32
 from cai_mesh.attention import route_attention
 from cai_mesh.errors import ConfigError
 
@@ -43,9 +45,11 @@ def build(config: Config, model: PretrainedConfig, make: Maker = models.causal_m
 
     Raises:
         ConfigError: adapters are asked for beside layers that can have none, or of modules that are not there; or noise
-            on embeddings that it lacks.
+            on embeddings, or routers in float32, that it lacks.
     """
     built = make(model)
+    if config.experts.router_dtype == "float32":
+        in_float32(need_routers(built, "experts.router_dtype"))
     if config.model.neftune_alpha:
         EmbeddingNoise(config.model.neftune_alpha).attach(built, embedding_of(built, config.model.name))
     if config.data.boundaries == "keep":
@@ -55,6 +59,12 @@ def build(config: Config, model: PretrainedConfig, make: Maker = models.causal_m
             built, config.lora, targets(built, config), learned_modules(built, config.lora.modules_to_save)
         )
     return built
+
+
+def call_options(model: PretrainedConfig) -> dict[str, bool]:
+    """Return what a model of this config is called with beside a batch: losses of routers are not its own to add."""
+    text = model.get_text_config()
+    return {"output_router_logits": False} if getattr(text, "output_router_logits", False) else {}
 
 
 def on_meta(config: Config, model: PretrainedConfig, make: Maker = models.causal_model) -> PreTrainedModel:

@@ -77,6 +77,7 @@ def check_settings(config: Config) -> None:
             expected='"keep"',
         )
     check_noise(config)
+    check_experts(config)
     if joined := next((target for target in config.lora.targets if "," in target), None):
         raise ConfigError(
             "lora.targets are several names, and this is one with a comma",
@@ -125,6 +126,19 @@ def check_noise(config: Config) -> None:
             got=f'model.neftune_alpha = {alpha}, parallel.tensor.mode = "{mode}"',
             expected='parallel.tensor.mode = "1d", whose ranks have whole embeddings',
             fix="set model.neftune_alpha to 0, or the mode to that",
+        )
+
+
+def check_experts(config: Config) -> None:
+    """Raises ConfigError where a grid of ranks cuts the tokens that routers are to be balanced by."""
+    experts, mode = config.experts, config.parallel.tensor.mode
+    options = [name for name in ("aux_loss", "z_loss", "bias_update", "show") if getattr(experts, name)]
+    if options and mode != "1d":
+        raise ConfigError(
+            "routers on a grid of ranks see other tokens on each",
+            got=f'experts.{options[0]} = {getattr(experts, options[0])}, parallel.tensor.mode = "{mode}"',
+            expected='parallel.tensor.mode = "1d"',
+            fix=f"set experts.{options[0]} to 0, or the mode to that",
         )
 
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from cai_apps.applications.language.base import base_name, is_base, weights_directory
 from cai_apps.applications.language.config import Config
 from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
-from cai_apps.applications.language.model import Maker, build, initializer, on_meta, targets
+from cai_apps.applications.language.model import (
+    Maker,
+    build,
+    call_options,
+    initializer,
+    on_meta,
+    targets,
+)
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
 from cai_apps.applications.language.validation import resolve
@@ -34,9 +41,12 @@ from cai_apps.compose.models import (
 )
 from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.quantized_base import check_quantized, quantized_share, scales_of
+from cai_apps.compose.routing.entry import routers_for
+from cai_apps.compose.routing.places import text_places
 from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
+from cai_apps.config.sections import Experts
 from cai_apps.data.batches import Samples
 from cai_apps.data.chat.prepare import check_first, length_report, prepare_chat
 from cai_apps.data.content import digest_of_weights
@@ -93,9 +103,10 @@ def tokenizer_of(run: RunDirectory, config: Config) -> Path | None:
 
 def workload(config: Config, model: PretrainedConfig) -> Workload:
     """A causal language model of transformers, and its loss on the next token."""
+    options = call_options(model)
     return Workload(
         build=partial(build, config, model),
-        inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"},
+        inputs=lambda batch: {name: value for name, value in batch.items() if name != "labels"} | options,
         target=lambda batch: batch["labels"],
         loss=partial(NextTokenLoss.of, mode=config.parallel.tensor.mode, kernels=config.train.kernels),
         correct=NextTokenLoss.correct,
@@ -106,6 +117,8 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         pretrained=pretrained(config),
         has_base=bool(config.lora.rank),
         quantized=quantized_base(config),
+        experts=config.experts,
+        token_weights=text_places,
     )
 
 
@@ -145,10 +158,11 @@ class LanguageTask:
             check_first(config.data.source)  # before a base is trained
         if config.lora.rank:
             need_peft()
-        if config.lora.rank or config.model.neftune_alpha:
+        if config.lora.rank or config.model.neftune_alpha or config.experts != Experts():
             model = on_meta(
                 config, load_model_config(config.model.name)
             )  # refuses what has no place in the model
+            routers_for(config.experts, model)
             check_quantized(model, config.lora.base)
             if config.lora.adapter is not None:
                 check_adapter_of(config, model)

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+def own_coefficient(model: PretrainedConfig) -> float | None:
+    """Return the coefficient of the load-balancing loss that a model's config asks for; None: it asks for none."""
+    text = model.get_text_config()
+    asks = getattr(text, "output_router_logits", False)
+    return getattr(text, "router_aux_loss_coef", None) if asks else None
+
+
 def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     """The config with everything worked out for `world_size` ranks.
 
@@ -31,6 +38,8 @@ def resolve(config: Config, model: PretrainedConfig, world_size: int) -> Config:
     if config.data.boundaries == "auto":
         boundaries = "keep" if config.data.format == "chat" else "ignore"
         config = replace(config, data=replace(config.data, boundaries=boundaries))
+    if config.experts.aux_loss is None:
+        config = replace(config, experts=replace(config.experts, aux_loss=own_coefficient(model)))
     check_settings(config)
     check_causal(model, config.model.name)
     check_numbers(model.to_dict())

@@ -14,7 +14,7 @@ from cai_mesh.errors import ConfigError
 FREE = (
     "parallel.*", "memory.*", "precision.master", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache",
     "train.steps", "train.device", "train.compile", "train.kernels", "train.microbatch_size",
-    "train.validate_every", "train.validation_batches", "reference.form",
+    "train.validate_every", "train.validation_batches", "reference.form", "experts.show",
 )  # fmt: skip
 """Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""
 

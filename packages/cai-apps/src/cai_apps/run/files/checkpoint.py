@@ -293,12 +293,17 @@ def _pass_over(run: RunDirectory, passed: list[str], aside: list[Path]) -> None:
 def _load(session: Session, source: Path) -> tuple[Position, list[str], dict[str, Any]]:
     """Fill the session; return its position then, what is not finite, and the checkpoint's plain values.
 
-    An average that the checkpoint lacks begins with its weights.
+    An average that the checkpoint lacks begins with its weights; biases of routers that it lacks stay as they are.
     """
-    state = session.state()
-    averaged = any(name.startswith(AVERAGE) for name in checkpoint.contents(source).tensors)
+    state, stored = session.state(), checkpoint.contents(source).tensors
+    averaged = any(name.startswith(AVERAGE) for name in stored)
     lacks = session.average is not None and not averaged
-    target_state = {name: value for name, value in state.items() if not (lacks and name.startswith(AVERAGE))}
+    unbiased = {name for name in session.biases() if name not in stored}
+    target_state = {
+        name: value
+        for name, value in state.items()
+        if name not in unbiased and not (lacks and name.startswith(AVERAGE))
+    }
     values = checkpoint.load(source, target_state)
     position = Position(**values[POSITION])
     if position.step > session.config.train.steps:

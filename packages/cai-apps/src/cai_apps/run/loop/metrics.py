@@ -47,6 +47,8 @@ class Metrics:
     validation_accuracy: float | None = None
     """Part of the targets that were the likeliest of all."""
     validation_perplexity: float | None = None
+    routing: Mapping[str, float] = field(default_factory=dict)
+    """What routers of a mixture of experts say of the step, by name (`Balance.numbers`)."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """What the loss measures beside, by name, means over the global batch."""
     validation_measures: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Metrics:
             **self.shares,
             "memory_bytes": self.memory_bytes,
             "step_seconds": self.step_seconds,
+            **self.routing,
             **self.measures,
             **self.validation_measures,
         }

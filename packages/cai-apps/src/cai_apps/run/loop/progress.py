@@ -22,14 +22,23 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def open_progress(total: int, *, start: int, every: int) -> Progress:
-    """A display for a terminal or, elsewhere, a printed line every `every` steps."""
-    return LiveProgress(total, start) if sys.stdout.isatty() else PlainProgress(total, start, every)
+def open_progress(total: int, *, start: int, every: int, shows_load: bool = False) -> Progress:
+    """A display for a terminal or, elsewhere, a printed line every `every` steps.
+
+    Args:
+        total: the last step.
+        start: the steps that are done.
+        every: the steps between two printed lines.
+        shows_load: whether it has the load of the busiest expert.
+    """
+    if sys.stdout.isatty():
+        return LiveProgress(total, start, shows_load)
+    return PlainProgress(total, start, every, shows_load)
 
 
 class PlainProgress:
-    def __init__(self, total: int, start: int, every: int):
-        self._total, self._start, self._every = total, start, every
+    def __init__(self, total: int, start: int, every: int, shows_load: bool = False):
+        self._total, self._start, self._every, self._shows_load = total, start, every, shows_load
         self._seconds: deque[float] = deque(maxlen=RECENT)
 
     def update(self, metrics: Metrics) -> None:
@@ -38,8 +47,9 @@ class PlainProgress:
         if not first and metrics.step % self._every and metrics.step != self._total:
             return
         remaining_seconds = fmean(self._seconds) * (self._total - metrics.step)
+        line = describe(metrics, self._shows_load)
         print(
-            f"step {metrics.step}/{self._total}  {describe(metrics)}  ETA {_clock(remaining_seconds)}",
+            f"step {metrics.step}/{self._total}  {line}  ETA {_clock(remaining_seconds)}",
             flush=True,
         )
 
@@ -48,7 +58,7 @@ class PlainProgress:
 
 
 class LiveProgress:
-    def __init__(self, total: int, start: int):
+    def __init__(self, total: int, start: int, shows_load: bool = False):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
@@ -59,10 +69,12 @@ class LiveProgress:
             console=Console(file=terminal()),
         )  # fmt: skip
         self._bar.start()
+        self._shows_load = shows_load
         self._task = self._bar.add_task("step", total=total, completed=start, line="")
 
     def update(self, metrics: Metrics) -> None:
-        self._bar.update(self._task, completed=metrics.step, line=describe(metrics))
+        line = describe(metrics, self._shows_load)
+        self._bar.update(self._task, completed=metrics.step, line=line)
         if metrics.validation_loss is not None:
             self._bar.console.print(f"step {metrics.step}  {_validation(metrics)}")
 
@@ -95,8 +107,8 @@ def counted(total: int, what: str, *, visible: bool = True) -> Iterator[Callable
     yield print_line
 
 
-def describe(metrics: Metrics) -> str:
-    """The numbers of a step on one line."""
+def describe(metrics: Metrics, shows_load: bool = False) -> str:
+    """The numbers of a step on one line, with the load of the busiest expert where that is shown."""
     parts = [
         f"loss {metrics.loss:.4f}",
         f"grad norm {metrics.grad_norm:.3f}",
@@ -106,6 +118,8 @@ def describe(metrics: Metrics) -> str:
     share = next(iter(metrics.shares.values()), None)
     if share is not None:
         parts.append(f"MFU {share:.1%}")
+    if shows_load and "load_worst" in metrics.routing:
+        parts.append(f"busiest expert {metrics.routing['load_worst']:.2f}x")
     parts += _first_measure(metrics.measures)
     if metrics.validation_loss is not None:
         parts.append(_validation(metrics))

@@ -50,6 +50,7 @@ class Trainable(Protocol):
     @property
     def skips(self) -> bool: ...
     def step(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Tensor: ...
+    def routing(self) -> dict[str, Tensor]: ...
     def norm(self) -> Tensor: ...
     def update(self, lr: float, norm: Tensor | float) -> None: ...
     def evaluate(self, microbatches: Sequence[dict[str, Tensor]], *, total: Tensor | float) -> Evaluation: ...
@@ -140,11 +141,12 @@ class Loop:
         total = counts[0]
         losses, norms = self._summed(session.step(batch, total=total)), session.norm()
         agreed = greatest_of_ranks(self.device, self.asked(), self.by_clock())
-        measures = self._measured(session.measures)
-        read = reading([losses, norms, *agreed, *counts, *measures.flatten()], self.device)
+        measures, routing = self._measured(session.measures).flatten(), session.routing()
+        read = reading([losses, norms, *agreed, *routing.values(), *counts, *measures], self.device)
         # a step whose loss or norm is not finite is left out, and looked at below
         session.update(lr, norms.masked_fill(~losses.isfinite(), math.nan))
-        loss, norm, memory, stopped, due, targets, *numbers_read = read()
+        loss, norm, memory, stopped, due, *numbers_read = read()
+        by_routers, (targets, *numbers_read) = numbers_read[: len(routing)], numbers_read[len(routing) :]
         flops, ratios = numbers_read[: len(self.work.flops)], numbers_read[len(self.work.flops) :]
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self.stopped, self.due = int(stopped), bool(due)
@@ -156,7 +158,7 @@ class Loop:
         units = samples * self.work.unit.per_sample
         position = Position(position.step + 1, position.samples + samples, position.units + units)
         numbers: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
-        numbers["measures"] = self._ratios(ratios)
+        numbers |= {"measures": self._ratios(ratios), "routing": dict(zip(routing, by_routers, strict=True))}
         named = dict(zip(self.work.flops, flops, strict=True))
         return position, speed.metrics(position, samples, seconds, named, **numbers)
 
