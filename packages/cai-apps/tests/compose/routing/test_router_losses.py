@@ -47,7 +47,9 @@ LAYOUTS = {
     "tensor2-sequence": Case(tensor=2, sequence=True, microbatches=1),
     "data2-experts2": Case(data=2, experts=2, microbatches=1),
     "data2-tensor2-experts2-zero3": Case(data=2, tensor=2, experts=2, zero=3, microbatches=1),
-    "data2-pipeline2-experts2-recompute": Case(data=2, pipeline=2, experts=2, recompute="full", microbatches=1),
+    "data2-pipeline2-experts2-recompute": Case(
+        data=2, pipeline=2, experts=2, recompute="full", microbatches=1
+    ),
     "pipeline2": Case(pipeline=2, microbatches=2),
     "pipeline2-interleaved": Case(pipeline=2, chunks=2, schedule="interleaved", microbatches=4),
     "pipeline2-zb-v": Case(pipeline=2, chunks=2, schedule="zb-v", microbatches=4),
