@@ -233,8 +233,10 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     if parallel.shard == 1:
         return sample
     unit_params = [[parameter for _, parameter in unit] for unit in units(model).values()]
-    gathered = _most_of_two([sum(p.numel() for p in unit) for unit in unit_params])
-    learned = _most_of_two([sum(p.numel() for p in unit if p.requires_grad) for unit in unit_params])
+    gathered = _most_of_two([sum(param.numel() for param in unit) for unit in unit_params])
+    learned = _most_of_two(
+        [sum(param.numel() for param in unit if param.requires_grad) for unit in unit_params]
+    )
     reduces = not clips and (parallel.zero in (2, 3) or (parallel.zero == 1 and not accumulates(config)))
     return gathered * (parallel.zero == 3) * compute + learned * reduces * master + sample
 
