@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from role_models import build
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cai_mesh import BoxedTensor, ParallelMesh
 from cai_mesh.comm import GRADIENT_AXES
+from cai_mesh.errors import MeshError, PlanError
 from cai_mesh.layout import record_of
 from cai_mesh.testing import assert_names_kept, assert_same_as_one_device, run_ranks
 from cai_tensor_parallel import find_experts, parallelize, parallelize_experts
@@ -153,3 +155,39 @@ def test_beside_tensor_ranks_equals_one_process(name, shape, ep, sequence):
     for loss, got in results:
         assert loss == pytest.approx(losses[0], rel=tolerance)
         assert_same_as_one_device(got, grads, tolerance=tolerance)
+
+
+class SharedNorm(nn.Module):
+    """Experts of one's own, with a norm that all of them share."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_experts, self.w = 4, nn.Parameter(torch.randn(4, 8, 8))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens, ids, weights):
+        return self.norm(torch.einsum("td,tkdf,tk->tf", tokens, self.w[ids], weights))
+
+
+def refusals():
+    ranks = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    mesh = ParallelMesh.of(ranks, ep=2)
+    model = parallelize_experts(build("mixtral").float(), mesh)
+    with pytest.raises(PlanError, match=r"(?s)has a forward of its own.*spread already"):
+        parallelize_experts(model, mesh)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(PlanError, match=r"(?s)takes the expert-parallel ranks.*cai_zero\.shard_optimizer"):
+        wrapped(input_ids=samples(0), use_cache=False)
+    later = parallelize_experts(build("mixtral"), mesh)
+    later.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(8))
+    with pytest.raises(PlanError, match=r"experts\.scale"):
+        later(input_ids=samples(0), use_cache=False)
+    with pytest.raises(MeshError, match="without an expert view"):
+        parallelize_experts(build("mixtral"), ranks)
+    tensor = ParallelMesh.of(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")), ep=2)
+    with pytest.raises(PlanError, match=r"(?s)that all experts share.*norm\.weight"):
+        parallelize_experts(nn.Sequential(SharedNorm()), tensor)
+
+
+def test_what_would_go_wrong_in_silence_is_refused():
+    run_ranks(2, refusals)

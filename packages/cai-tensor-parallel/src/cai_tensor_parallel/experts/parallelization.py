@@ -7,9 +7,10 @@ from torch import nn
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import refresh
-from cai_mesh.storage import guard_state, show_gradients
+from cai_mesh.storage import exchanged, follow_structure, guard_state, show_gradients
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.cut.saving import CutState
+from cai_tensor_parallel.cut.wrapping import guard_wrapping
 from cai_tensor_parallel.experts.cutting import keep_own, reduce_among_copies
 from cai_tensor_parallel.experts.finding import (
     ExpertsPlan,
@@ -17,6 +18,7 @@ from cai_tensor_parallel.experts.finding import (
     experts_here,
     experts_of,
     find_experts,
+    spread_experts,
 )
 from cai_tensor_parallel.experts.layer import ExpertMaths, Spread, own_forward, spread
 from cai_tensor_parallel.experts.routes import parts_of
@@ -64,7 +66,7 @@ def parallelize_experts(
     if not roles:
         return model
     for name, role in roles.items():
-        _check(name, model.get_submodule(name), role, degree)
+        _check(name, model.get_submodule(name), role, mesh)
     refresh(model)
     small = trial or trial_of(model, labelled=False)
     group = mesh.group("ep")
@@ -79,12 +81,42 @@ def parallelize_experts(
         reduce_among_copies(layer, role, mesh)
         spread(layer, role, over, maths)
     guard_state(model, CutState)
+    guard_wrapping(model, mesh, "ep")
+    follow_structure(model, _refuse_inside)
     show_gradients(model, mesh)
     return model
 
 
-def _check(name: str, layer: nn.Module, role: ExpertsRole, degree: int) -> None:
-    experts = experts_of(layer, role)
+def _refuse_inside(model: nn.Module, new: list[str]) -> None:
+    """Refuse trained parameters that a layer of spread experts was given later: their gradients are of a part."""
+    layers = tuple(f"{name}." for name in spread_experts(model))
+    inside = [name for name in new if name.startswith(layers) and model.get_parameter(name).requires_grad]
+    if inside:
+        raise exchanged(model, inside[0])
+
+
+def _check(name: str, layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh) -> None:
+    """Raise `PlanError` for a layer that is changed already, that shares what ranks would sum, or does not divide."""
+    if "forward" in vars(layer):
+        raise PlanError(
+            f"{name} has a forward of its own, which the exchange of tokens would pass over",
+            got=getattr(layer.forward, "__module__", layer.forward),
+            expected="the forward of its class",
+            cause="somebody changed the layer, or its experts are spread already",
+            fix="parallelize_experts before what changes forwards, and once",
+        )
+    whole = [
+        key for key, param in layer.named_parameters() if key not in role.parameters and param.requires_grad
+    ]
+    if whole and mesh.group("tp") is not None:
+        raise PlanError(
+            f"{name} has parameters that all experts share, and tensor ranks divide its tokens",
+            got=", ".join(whole),
+            expected="parameters that are stacked by expert",
+            cause="each tensor rank would have the gradient of its own tokens alone",
+            fix="leave tensor parallelism out, or freeze them",
+        )
+    experts, degree = experts_of(layer, role), mesh.degree("ep")
     if experts % degree:
         raise PlanError(
             f"the experts of {name} do not divide over the ranks",

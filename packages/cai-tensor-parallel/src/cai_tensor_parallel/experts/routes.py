@@ -25,15 +25,10 @@ class Part:
     last: int
 
 
-def parts_of(experts: int, ranks: int, copies: int = 1) -> list[Part]:
-    """Return the part of each rank: equal ones, one after the other.
-
-    Args:
-        experts: a multiple of `ranks`.
-        copies: the number of ranks, one after the other, that share each part: each has some features of it.
-    """
+def parts_of(experts: int, ranks: int) -> list[Part]:
+    """Return the part of each rank: equal ones, one after the other; `experts` is a multiple of `ranks`."""
     size = experts // ranks
-    return [Part(first, first + size) for first in range(0, experts, size) for _ in range(copies)]
+    return [Part(first, first + size) for first in range(0, experts, size)]
 
 
 @dataclass(frozen=True)
