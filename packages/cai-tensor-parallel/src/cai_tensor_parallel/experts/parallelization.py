@@ -90,9 +90,9 @@ def parallelize_experts(
 def _refuse_inside(model: nn.Module, new: list[str]) -> None:
     """Refuse trained parameters that a layer of spread experts was given later: their gradients are of a part."""
     layers = tuple(f"{name}." for name in spread_experts(model))
-    inside = [name for name in new if name.startswith(layers) and model.get_parameter(name).requires_grad]
-    if inside:
-        raise exchanged(model, inside[0])
+    trained = [name for name in new if name.startswith(layers) and model.get_parameter(name).requires_grad]
+    if trained:
+        raise exchanged(model, trained[0])
 
 
 def _check(name: str, layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh) -> None:
@@ -108,10 +108,10 @@ def _check(name: str, layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh) -
     whole = [
         key for key, param in layer.named_parameters() if key not in role.parameters and param.requires_grad
     ]
-    if whole and mesh.group("tp") is not None:
+    if shared and mesh.group("tp") is not None:
         raise PlanError(
             f"{name} has parameters that all experts share, and tensor ranks divide its tokens",
-            got=", ".join(whole),
+            got=", ".join(shared),
             expected="parameters that are stacked by expert",
             cause="each tensor rank would have the gradient of its own tokens alone",
             fix="leave tensor parallelism out, or freeze them",
