@@ -105,7 +105,7 @@ def _check(name: str, layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh) -
             cause="somebody changed the layer, or its experts are spread already",
             fix="parallelize_experts before what changes forwards, and once",
         )
-    whole = [
+    shared = [
         key for key, param in layer.named_parameters() if key not in role.parameters and param.requires_grad
     ]
     if shared and mesh.group("tp") is not None:
