@@ -125,18 +125,24 @@ def _recorded(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _beside_experts(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the modules with a matrix of one row for each expert of the block that they are in; logits come first."""
+    """Yield the modules with a matrix of one row for each expert of the block that they are in; logits come first.
+
+    Something has to say how many experts there are: stacks of matrices alone are convolutions and recurrences too.
+    """
+    text = _text_config(model)
     for block in model.modules():
         children = dict(block.named_children())
         for experts in children.values():
             count = _stacked(experts)
             rows = [child for child in children.values() if child is not experts and _rows(child) == count]
-            if count and len(rows) == 1:
+            if count and len(rows) == 1 and _number((experts, rows[0], block, text), COUNTS):
                 yield rows[0], 0
 
 
 def _stacked(module: nn.Module) -> int:
     """Return the number of experts whose matrices a module stacks, [experts, ...]; 0: it does not."""
+    if isinstance(module, nn.Conv1d):
+        return 0
     counts = {
         param.shape[0] for param in module._parameters.values() if param is not None and param.ndim == 3
     }
@@ -152,8 +158,7 @@ def _rows(module: nn.Module) -> int:
 def _router(model: nn.Module, names: dict[nn.Module, str], module: nn.Module, place: int) -> Router:
     name = names[module]
     block = model.get_submodule(name.rpartition(".")[0])
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(model)
     experts = _number((module, block), COUNTS) or _rows(module) or _number((text,), COUNTS)
     visited = _number((module, block, text), ("top_k", *VISITED))
     if not experts or not visited:
@@ -163,6 +168,11 @@ def _router(model: nn.Module, names: dict[nn.Module, str], module: nn.Module, pl
             expected=f"a number {' or '.join(COUNTS[:2])}, and one top_k or {VISITED[0]}",
         )
     return Router(name, module, place, experts, visited, _correction(module, block, experts))
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _number(sources: tuple[Any, ...], names: tuple[str, ...]) -> int | None:
