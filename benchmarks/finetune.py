@@ -2,6 +2,8 @@
 
     python benchmarks/finetune.py folder DIR --model llama-8b
     python benchmarks/finetune.py peft DIR --form compiled --out rows.jsonl
+    python benchmarks/finetune.py outline DIR --model llama-70b    # no weights; with `shipped.py --drawn`
+    python benchmarks/finetune.py chats FILE    # conversations of real text, of 8 to 4,096 tokens by a log-uniform law
 
 Ours is `cai train llama-8b --model.name DIR --model.weights pretrained --lora.rank 16` by `shipped.py`. Rows are full
 of random tokens; bfloat16, AdamW, clipping, rank 16 on all linear layers of the blocks. No activation is made again.
@@ -27,7 +29,7 @@ FORMS = ("plain", "compiled", "liger", "fsdp2", "fsdp2-compiled")
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("folder", "peft"))
+    parser.add_argument("action", choices=("folder", "outline", "chats", "peft"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--form", choices=FORMS, default="plain")
@@ -54,6 +56,39 @@ def write_folder(options: argparse.Namespace, device: torch.device) -> None:
     model.save_pretrained(options.folder, max_shard_size="4GB")
     train_tokenizer([Path(argparse.__file__).read_text()], 500).save_pretrained(options.folder)
     print(f"written in {time.perf_counter() - began:.0f} s")
+
+
+def write_outline(options: argparse.Namespace) -> None:
+    """What a folder of a pretrained model has beside its weights, of which there is one that nobody reads."""
+    from safetensors.torch import save_file
+
+    from cai_apps.compose.models import load_model_config
+    from cai_apps.data.chat.tokenizer import train_text_tokenizer
+
+    config = load_model_config(options.model)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(options.folder)
+    save_file({"none": torch.zeros(1)}, options.folder / "model.safetensors", {"format": "pt"})
+    train_text_tokenizer([Path(argparse.__file__).read_text()] * 4, 2000).save_pretrained(options.folder)
+
+
+def write_chats(path: Path, count: int = 4000) -> None:
+    """Questions and answers cut of the standard library; 3 characters are about a token of a small tokenizer."""
+    text = "".join(
+        file.read_text(errors="replace") for file in sorted(Path(argparse.__file__).parent.glob("*.py"))
+    )
+    random = torch.Generator().manual_seed(0)
+    at, lines = 0, []
+    for _ in range(count):
+        length = int(8 * 512 ** torch.rand(1, generator=random).item()) * 3
+        at = (at + length) % (len(text) - 3 * 4096)
+        part = text[at : at + length]
+        messages = [
+            {"role": "user", "content": part[: length // 4] + "?"},
+            {"role": "assistant", "content": part[length // 4 :] + "."},
+        ]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
 
 
 def peft_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -134,6 +169,12 @@ def main() -> None:
     )
     if options.action == "folder":
         write_folder(options, device)
+        return
+    if options.action == "outline":
+        write_outline(options)
+        return
+    if options.action == "chats":
+        write_chats(options.folder)
         return
     if "fsdp2" in options.form:
         dist.init_process_group(

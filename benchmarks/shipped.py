@@ -40,6 +40,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--form", default="", help="name of this run in the output")
     parser.add_argument("--out", type=Path, help="file to append to")
+    parser.add_argument(
+        "--drawn", action="store_true", help="draw pretrained weights on the device in place of reading them"
+    )
     parser.add_argument("cai", nargs=argparse.REMAINDER, help="train RECIPE [--section.key value]")
     return parser.parse_args()
 
@@ -138,12 +141,31 @@ def observe(options: argparse.Namespace, directory: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # a run that is asked to stop would save first
 
 
+def draw_weights() -> None:
+    """Let what is read from files of weights be drawn in place: folders of 140 GB need not be there to be trained."""
+    from cai_apps.applications.language import weights
+
+    def reader(_name: str, _directory: Callable[[], Path]) -> Callable:
+        def read(model: torch.nn.Module, chosen: Callable[[str], bool]) -> None:
+            for name, param in model.named_parameters():
+                if chosen(name) and param.ndim > 1 and "lora" not in name:
+                    param.data.normal_(std=0.02)
+                elif chosen(name) and "lora" not in name:
+                    param.data.fill_(1.0)
+
+        return read
+
+    weights.reader = reader
+
+
 def main() -> None:
     options = arguments()
     shared = (
         Path(tempfile.gettempdir()) / f"shipped-{os.getppid()}"
     )  # of this launch: no metrics of another run
     threading.Thread(target=observe, args=(options, shared), daemon=True).start()
+    if options.drawn:
+        draw_weights()
     from cai_apps.cli import main as cai
 
     sys.argv = ["cai", *options.cai, "--log.directory", str(shared)]

@@ -32,7 +32,7 @@ def form(kind: QuantizedKind, few_rows: int | None = None) -> Callable:
 
 def cases(tiny: bool) -> Iterator[Case]:
     inner, outer = (64, 32) if tiny else (4096, 14336)
-    for rows in (1, 16) if tiny else (1, 16, 256, 4096):
+    for rows in (1, 16) if tiny else (1, 16, 64, 256, 4096):
 
         def make(device: torch.device, rows: int = rows) -> tuple:
             x = torch.randn(rows, inner, device=device, dtype=torch.bfloat16, requires_grad=rows > 256)

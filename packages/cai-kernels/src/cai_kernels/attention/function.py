@@ -18,6 +18,7 @@ from cai_kernels.attention.choice import (
     why_not_flash,
     why_not_ours,
 )
+from cai_kernels.attention.packed import packed_attention, why_not_packed
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.errors import KernelError
 
@@ -125,8 +126,9 @@ def varlen_attention(
             value avoids empty programs.
         causal, window: as in `attention`; where lengths differ, the last query is at the position of the last key.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
-        backend: "auto" (torch's flash operator on CUDA for bfloat16 and float16 with H a multiple of 8 up to 256,
-            else Triton on CUDA, else the reference), "triton" or "reference".
+        backend: "auto" (cuDNN from Hopper on, where `pip install cai-kernels[cudnn]` put its frontend, for causal
+            attention without `cu_seqlens_k` in bfloat16 and float16 with H a multiple of 8 up to 128; else torch's
+            flash operator on CUDA for H up to 256; else Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [T, N, H] in q's dtype. Differentiable in q, k and v. A query that sees no key gives zeros. Nothing waits
     for the lengths on the host, except the reference. Raises `KernelError` naming the argument that does not fit.
@@ -145,6 +147,8 @@ def varlen_attention(
         return reference.varlen_attention(q, k, v, starts, scale=scale, causal=causal, window=window)
     longest = max(q.shape[0], k.shape[0]) if max_seqlen is None else max_seqlen
     if backend == "auto" and why_not_flash(q) is None and q.numel() and k.numel():
+        if causal and cu_seqlens_k is None and why_not_packed(q, k, v) is None:
+            return packed_attention(q, k, v, cu_seqlens, scale=scale, window=window)
         window_left = -1 if window is None else window - 1
         return torch.ops.aten._flash_attention_forward(
             q, k, v, *starts, longest, longest, 0.0, causal, False,
