@@ -24,6 +24,8 @@ import pytest
 ROOT = Path(__file__).parent
 MANY = 4
 """Ranks that fill two cores."""
+MOST = 4
+"""The most cases of a product of which one stays in the suite."""
 LAUNCHERS = ("tests/faults", "tests/examples", "packages/cai-apps/tests/run")
 """Folders whose tests start programs that start ranks."""
 
@@ -103,10 +105,11 @@ def is_long(name: str, cases: tuple[str, ...]) -> bool:
 
 
 def out_of_turn(cases: list[dict[str, object]]) -> list[bool]:
-    """Which cases of a product of options wait for the matrix: every other one, as the dark squares of a board.
+    """Which cases of a product of options wait for the matrix: all but one in `MOST`, or in two, as on a board.
 
-    Each option then meets half of those of any other axis, and with three axes and more all of them. Cases of one axis
-    have no turns, and what is listed and not multiplied out has none.
+    A case stays where the places of its options add up to a multiple. Each option then meets some of those of the other
+    axes, and every option is in a case that stays. Cases of one axis have no turns, and what is listed and not
+    multiplied out has none.
 
     Args:
         cases: of each case the options by argument; one option is one object in all cases that have it.
@@ -117,7 +120,12 @@ def out_of_turn(cases: list[dict[str, object]]) -> list[bool]:
     ]
     if len(axes) < 2 or math.prod(max(axis) + 1 for axis in axes) != len(cases):
         return [False] * len(cases)
-    return [sum(places) % 2 == 1 for places in zip(*axes, strict=True)]
+    lengths = [max(axis) + 1 for axis in axes]
+    sums = [
+        sum(lengths) - length - (len(axes) - 1) + 1 for length in lengths
+    ]  # of the places on all other axes
+    turns = min(MOST, *sums)
+    return [sum(places) % turns > 0 for places in zip(*axes, strict=True)]
 
 
 def _says(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -24,7 +24,7 @@ def form(kind: QuantizedKind, few_rows: int | None = None) -> Callable:
         codes, scales = stored[:2] if kind == "nf4" else stored[2:]
         if few_rows is None:
             return quantized_linear(x, codes, scales, kind=kind)
-        with mock.patch.object(triton, "FEW_ROWS", {2: few_rows}):
+        with mock.patch.object(triton, "FEW_ROWS", dict.fromkeys(triton.FEW_ROWS, few_rows)):
             return quantized_linear(x, codes, scales, kind=kind)
 
     return run

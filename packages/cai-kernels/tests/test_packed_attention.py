@@ -46,7 +46,8 @@ def stand_in(graph, memory):
 
     def read(number, offsets, heads, strides, width=graph.width):
         tensor = memory[number]
-        assert len(memory[offsets]) == graph.sequences + 1
+        assert len(memory[offsets]) > graph.sequences
+        assert memory[offsets].storage_offset() % 4 == 0
         return [
             tensor.as_strided((length, heads, width), (*strides, 1), tensor.storage_offset() + at)
             for length, at in zip(lengths, memory[offsets].tolist(), strict=False)

@@ -31,7 +31,7 @@ def backend(request, monkeypatch):
     """A backend whose products take one form, however many rows they have."""
     if request.param == "reference":
         return "reference"
-    monkeypatch.setattr(triton, "FEW_ROWS", dict.fromkeys((2, 4), FORMS[request.param]))
+    monkeypatch.setattr(triton, "FEW_ROWS", dict.fromkeys(triton.FEW_ROWS, FORMS[request.param]))
     return "triton"
 
 
@@ -232,8 +232,9 @@ def test_autocast_casts_the_input(backend):
 
 
 def test_few_rows_make_the_weight_in_tiles():
-    assert [triton.takes_tiles(n, torch.bfloat16) for n in (1, 256, 257)] == [True, True, False]
-    assert [triton.takes_tiles(n, torch.float32) for n in (32, 33)] == [True, False]
+    assert [triton.takes_tiles(n, torch.bfloat16, "int8") for n in (1, 256, 257)] == [True, True, False]
+    assert [triton.takes_tiles(n, torch.bfloat16, "nf4") for n in (1, 48, 49)] == [True, True, False]
+    assert [triton.takes_tiles(n, torch.float32, "nf4") for n in (32, 33)] == [True, False]
 
 
 def test_a_product_takes_the_form_for_its_rows(monkeypatch):

@@ -72,6 +72,15 @@ def test_a_router_is_found_beside_experts():
     assert torch.equal(router.choice(logits), logits.view(6, 5).topk(2).indices)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "falcon_mamba", "bamba", "xlstm"])
+def test_convolutions_and_recurrences_are_no_experts(kind):
+    """A convolution over channels is a stack of matrices too, and a layer beside it may have a row for each."""
+    config = AutoConfig.for_model(kind)
+    config.num_hidden_layers = 3
+    with torch.device("meta"):
+        assert routers_of(AutoModelForCausalLM.from_config(config)) == []
+
+
 @pytest.mark.parametrize(
     "options", [Experts(aux_loss=0.1), Experts(z_loss=0.1), Experts(bias_update=0.1), Experts(show=True)]
 )

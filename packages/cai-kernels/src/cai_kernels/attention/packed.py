@@ -5,6 +5,8 @@ torch's own operator of cuDNN for packed sequences is slow; this one asks cuDNN'
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from cai_kernels.attention import packed_graphs as graphs
@@ -12,6 +14,8 @@ from cai_kernels.attention.packed_graphs import Packed
 from cai_kernels.backend import capability
 from cai_kernels.ops import define
 
+OFFSETS = (graphs.Q_OFFSETS, graphs.K_OFFSETS, graphs.V_OFFSETS, graphs.OUT_OFFSETS, graphs.LSE_OFFSETS)
+BACKWARD_OFFSETS = (graphs.DOUT_OFFSETS, graphs.DKV_OFFSETS)
 MOST = 2**31 - 1
 """The last element that an offset of 32 bits reaches."""
 
@@ -126,21 +130,22 @@ def _packed(
 
 def _boundaries(packed: Packed, starts: torch.Tensor) -> dict[int, torch.Tensor]:
     """Return where sequences begin in each tensor, in elements, and how long they are; those not there are empty."""
-    padding = packed.sequences + 1 - len(starts)
-    starts = torch.cat([starts, starts[-1:].expand(padding)]) if padding else starts.contiguous()
-    heads, key_heads, width = packed.heads, packed.key_heads, packed.width
-    offsets = {
-        graphs.Q_OFFSETS: starts * packed.token_strides[0],
-        graphs.K_OFFSETS: starts * packed.token_strides[1],
-        graphs.V_OFFSETS: starts * packed.token_strides[2],
-        graphs.OUT_OFFSETS: starts * (heads * width),
-        graphs.LSE_OFFSETS: starts * heads,
-        graphs.LENGTHS: starts.diff(),
-    }
+    width = -(-(packed.sequences + 1) // 4) * 4  # each row of offsets begins at a multiple of 16 bytes
+    starts = torch.cat([starts, starts[-1:].expand(width - len(starts))])
+    offsets = starts * _token_elements(packed, starts.device)
+    numbers = (*OFFSETS, *BACKWARD_OFFSETS) if packed.backward else OFFSETS
+    lengths = {graphs.LENGTHS: starts[: packed.sequences + 1].diff()}
+    return dict(zip(numbers, offsets.unbind(), strict=True)) | lengths
+
+
+@functools.lru_cache(maxsize=graphs.KEPT)
+def _token_elements(packed: Packed, device: torch.device) -> torch.Tensor:
+    """Return the elements between two tokens of each tensor, in the order of their offsets, int32 [tensors, 1]."""
+    rows, key_rows = packed.heads * packed.width, packed.key_heads * packed.width
+    elements = [*packed.token_strides[:3], rows, packed.heads]
     if packed.backward:
-        offsets[graphs.DOUT_OFFSETS] = starts * packed.token_strides[3]
-        offsets[graphs.DKV_OFFSETS] = starts * (key_heads * width)
-    return offsets
+        elements += [packed.token_strides[3], key_rows]
+    return torch.tensor(elements, dtype=torch.int32, device=device)[:, None]
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ RECORDS = "_can_record_outputs"
 """The attribute in which models of transformers name the modules whose outputs they record."""
 LOGITS = "router_logits"
 """The name of routers in it."""
+CHOSEN = ("top_k", *VISITED)
+"""Names of the number of experts that a token visits."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def _recorded(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 def _beside_experts(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield the modules with a matrix of one row for each expert of the block that they are in; logits come first.
 
-    Something has to say how many experts there are: stacks of matrices alone are convolutions and recurrences too.
+    Something has to say how many experts there are, or are visited: stacks of matrices alone may be convolutions.
     """
     text = _text_config(model)
     for block in model.modules():
@@ -135,7 +137,9 @@ def _beside_experts(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         for experts in children.values():
             count = _stacked(experts)
             rows = [child for child in children.values() if child is not experts and _rows(child) == count]
-            if count and len(rows) == 1 and _number((experts, rows[0], block, text), COUNTS):
+            if not count or len(rows) != 1:
+                continue
+            if _number((experts, rows[0], block, text), COUNTS) or _number((rows[0], block), CHOSEN):
                 yield rows[0], 0
 
 
@@ -160,7 +164,7 @@ def _router(model: nn.Module, names: dict[nn.Module, str], module: nn.Module, pl
     block = model.get_submodule(name.rpartition(".")[0])
     text = _text_config(model)
     experts = _number((module, block), COUNTS) or _rows(module) or _number((text,), COUNTS)
-    visited = _number((module, block, text), ("top_k", *VISITED))
+    visited = _number((module, block, text), CHOSEN)
     if not experts or not visited:
         raise ConfigError(
             f"{name} is a router, and nothing says how many experts it has or a token visits",
