@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -58,9 +59,16 @@ class Widest(TorchDispatchMode):
 def widest(name: str, directory: str) -> dict[str, int]:
     """The most places with logits in a step, in its validation, and in the forwards of a reference."""
     case = CASES[name]
-    rule.CHUNK_BYTES = CHUNK * 8 * VOCAB // case.tensor
-    inputs.chunk_rows = lambda *_: CHUNK
-    finding.ALONE_ELEMENTS = 1 if "alone" in name else 8 * 1024 * 1024
+    alone = 1 if "alone" in name else finding.ALONE_ELEMENTS
+    with (
+        mock.patch.object(rule, "CHUNK_BYTES", CHUNK * 8 * VOCAB // case.tensor),
+        mock.patch.object(inputs, "chunk_rows", lambda *_: CHUNK),
+        mock.patch.object(finding, "ALONE_ELEMENTS", alone),
+    ):  # ranks are shared with other tests
+        return _widest(case, directory)
+
+
+def _widest(case: Case, directory: str) -> dict[str, int]:
     source = Preferences(open_documents(Path(directory)), "pairs")
     rows = PreferenceRows.of(source, np.arange(source.units), LENGTH)
     config = config_of("dpo", case, "model")
