@@ -26,7 +26,7 @@ DIMENSIONS = ("cai_tensor_parallel", "cai_pipeline", "cai_zero", "cai_gemini")
 ALLOWED = {
     "cai_mesh": {"torch", "numpy", "safetensors"},
     **{name: {"torch", "cai_mesh"} for name in DIMENSIONS},
-    "cai_kernels": {"torch", "triton"},
+    "cai_kernels": {"torch", "triton", "cudnn"},
     "cai_apps": {
         *(OURS - {"cai_apps"}),
         *(
@@ -53,7 +53,7 @@ ALLOWED = {
         ),
     },
 }
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "cudnn": "nvidia-cudnn-frontend"}
 """How a module is called on the package index, where that is another name."""
 LIGHT = {
     "cai_mesh",

@@ -62,7 +62,7 @@ def widest(name: str, directory: str) -> dict[str, int]:
     alone = 1 if "alone" in name else finding.ALONE_ELEMENTS
     with (
         mock.patch.object(rule, "CHUNK_BYTES", CHUNK * 8 * VOCAB // case.tensor),
-        mock.patch.object(inputs, "chunk_rows", lambda *_: CHUNK),
+        mock.patch.object(inputs, "chunk_rows", return_value=CHUNK),
         mock.patch.object(finding, "ALONE_ELEMENTS", alone),
     ):  # ranks are shared with other tests
         return _widest(case, directory)

@@ -122,16 +122,14 @@ def varlen_attention(
         k, v: [Tk, Nkv, H], with N a multiple of Nkv, in q's dtype.
         cu_seqlens: [B + 1] int32: sequence b of q is rows cu_seqlens[b]..cu_seqlens[b + 1]; the last is T.
         cu_seqlens_k: the same for k and v; by default cu_seqlens.
-        max_seqlen: the longest sequence of q and of k, or more; by default T or Tk, whichever is larger. An exact
-            value avoids empty programs.
+        max_seqlen: the longest sequence of q and of k, or more; None: T or Tk. An exact value avoids empty programs.
         causal, window: as in `attention`; where lengths differ, the last query is at the position of the last key.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
-        backend: "auto" (cuDNN from Hopper on, where `pip install cai-kernels[cudnn]` put its frontend, for causal
-            attention without `cu_seqlens_k` in bfloat16 and float16 with H a multiple of 8 up to 128; else torch's
-            flash operator on CUDA for H up to 256; else Triton on CUDA, else the reference), "triton" or "reference".
+        backend: "auto" (on CUDA in 16 bits, H a multiple of 8: cuDNN, see `why_not_packed`, or torch's flash up to 256;
+            else Triton on CUDA, else the reference), "triton" or "reference".
 
-    Returns [T, N, H] in q's dtype. Differentiable in q, k and v. A query that sees no key gives zeros. Nothing waits
-    for the lengths on the host, except the reference. Raises `KernelError` naming the argument that does not fit.
+    Returns [T, N, H] in q's dtype. Differentiable in q, k and v. A query that sees no key gives zeros. The host
+    reads no length, except in the reference. Raises `KernelError` naming the argument that does not fit.
     """
     form = choose(backend, q.device)
     starts = (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
@@ -149,7 +147,7 @@ def varlen_attention(
     if backend == "auto" and why_not_flash(q) is None and q.numel() and k.numel():
         if causal and cu_seqlens_k is None and why_not_packed(q, k, v) is None:
             return packed_attention(q, k, v, cu_seqlens, scale=scale, window=window)
-        window_left = -1 if window is None else window - 1
+        window_left = (window or 0) - 1
         return torch.ops.aten._flash_attention_forward(
             q, k, v, *starts, longest, longest, 0.0, causal, False,
             scale=scale, window_size_left=window_left, window_size_right=0 if causal else window_left,
@@ -161,9 +159,8 @@ def varlen_attention(
             "head dim is too large for Triton", got=q.shape[-1], expected=f"up to {triton.MAX_HEAD_DIM}"
         )
     options = triton.Options(scale, causal, window=window or 0, longest_query=longest, longest_key=longest)
-    heads_first = (t.transpose(0, 1) for t in (q, k, v))
-    query_starts, key_starts = starts
-    out, _ = triton.attention(*heads_first, options, query_starts=query_starts, key_starts=key_starts)
+    heads_first = (tensor.transpose(0, 1) for tensor in (q, k, v))
+    out, _ = triton.attention(*heads_first, options, query_starts=starts[0], key_starts=starts[1])
     return out.transpose(0, 1)
 
 
@@ -274,7 +271,7 @@ def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -
     """Check the shapes of k and v against q: [B, N, S, H] with four dims, [T, N, H] with three."""
     for name, tensor in (("k", k), ("v", v)):
         require(name, tensor, dtypes=(q.dtype,), like=q)
-    heads, key_heads, value_heads = (t.shape[1] if t.dim() == dims else 0 for t in (q, k, v))
+    heads, key_heads, value_heads = (tensor.shape[1] if tensor.dim() == dims else 0 for tensor in (q, k, v))
     fits = (
         min(heads, key_heads, value_heads) > 0
         and key_heads == value_heads

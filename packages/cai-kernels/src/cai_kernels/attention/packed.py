@@ -20,21 +20,21 @@ MOST = 2**31 - 1
 """The last element that an offset of 32 bits reaches."""
 
 
-def why_not_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def why_not_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str | None:
     """Return the reason why cuDNN does not compute the causal attention of packed sequences with themselves, or None.
 
     Args:
-        q, k, v: as in `varlen_attention`, whose flash operator takes them.
+        query, key, value: as in `varlen_attention`, whose flash operator takes them.
     """
-    if q.device.type != "cuda" or capability(q.device) < (9, 0):
+    if query.device.type != "cuda" or capability(query.device) < (9, 0):
         return "flash is as fast before Hopper"
     if (reason := _why_not_installed()) is not None:
         return reason
-    if q.shape[-1] > 128 or v.shape[-1] != q.shape[-1]:
-        return f"head dims {q.shape[-1]} and {v.shape[-1]}; cuDNN takes equal ones up to 128"
-    if not q.numel() or not k.numel():
+    if query.shape[-1] > 128 or value.shape[-1] != query.shape[-1]:
+        return f"head dims {query.shape[-1]} and {value.shape[-1]}; cuDNN takes equal ones up to 128"
+    if not query.numel() or not key.numel():
         return "there are no tokens"
-    if max(tensor.shape[0] * tensor.stride(0) for tensor in (q, k, v)) > MOST:
+    if max(tensor.shape[0] * tensor.stride(0) for tensor in (query, key, value)) > MOST:
         return "offsets of more than 32 bits"
     if torch.are_deterministic_algorithms_enabled():
         return "its gradients are not deterministic"
@@ -47,79 +47,86 @@ def _why_not_installed() -> str | None:
 
 
 def packed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     starts: torch.Tensor,
     *,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the attention of packed sequences, [T, N, H], contiguous; differentiable in q, k and v.
+    """Return the attention of packed sequences, [T, N, H], contiguous; differentiable in query, key and value.
 
     Args:
-        q: [T, N, H], bfloat16 or float16, as `why_not_packed` takes it.
-        k, v: [T, Nkv, H].
+        query: [T, N, H], bfloat16 or float16, as `why_not_packed` takes it.
+        key, value: [T, Nkv, H].
         starts: [B + 1] int32, as `cu_seqlens` in `varlen_attention`.
         scale, window: as there; causal.
     """
-    return packed_forward(q, k, v, starts, scale, window)[0]
+    return packed_forward(query, key, value, starts, scale, window)[0]
 
 
 def _packed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     starts: torch.Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = _empty(q, k, v, starts, scale, window)
-    q, k, v = (_aligned(tensor) for tensor in (q, k, v))
-    packed = _packed(q, k, v, None, starts, scale, window)
-    shared = {graphs.Q: q, graphs.K: k, graphs.V: v, graphs.OUT: out, graphs.LSE: lse}
+    out, lse = _empty(query, key, value, starts, scale, window)
+    query, key, value = (_aligned(tensor) for tensor in (query, key, value))
+    packed = _packed(query, key, value, None, starts, scale, window)
+    shared = {graphs.Q: query, graphs.K: key, graphs.V: value, graphs.OUT: out, graphs.LSE: lse}
     graphs.execute(packed, shared | _boundaries(packed, starts))
     return out, lse
 
 
 def _packed_attention_backward(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     starts: torch.Tensor,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    results = _empty_gradients(dout, q, k, v, out, lse, starts, scale, window)
-    dout, q, k, v = (_aligned(tensor) for tensor in (dout, q, k, v))
-    packed = _packed(q, k, v, dout, starts, scale, window)
-    shared = {graphs.Q: q, graphs.K: k, graphs.V: v, graphs.OUT: out, graphs.LSE: lse, graphs.DOUT: dout}
-    shared |= dict(zip((graphs.DQ, graphs.DK, graphs.DV), results, strict=True))
+    gradients = _empty_gradients(dout, query, key, value, out, lse, starts, scale, window)
+    dout, query, key, value = (_aligned(tensor) for tensor in (dout, query, key, value))
+    packed = _packed(query, key, value, dout, starts, scale, window)
+    shared = {
+        graphs.Q: query,
+        graphs.K: key,
+        graphs.V: value,
+        graphs.OUT: out,
+        graphs.LSE: lse,
+        graphs.DOUT: dout,
+    }
+    shared |= dict(zip((graphs.DQ, graphs.DK, graphs.DV), gradients, strict=True))
     graphs.execute(packed, shared | _boundaries(packed, starts))
-    return results
+    return gradients
 
 
 def _packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     dout: torch.Tensor | None,
     starts: torch.Tensor,
     scale: float,
     window: int | None,
 ) -> Packed:
-    strided = (q, k, v) if dout is None else (q, k, v, dout)
+    strided = (query, key, value) if dout is None else (query, key, value, dout)
     return Packed(
-        device=q.get_device(),
-        dtype=q.dtype,
+        device=query.get_device(),
+        dtype=query.dtype,
         sequences=1 << (len(starts) - 2).bit_length(),
-        tokens=graphs.rounded(q.shape[0]),
-        heads=q.shape[1],
-        key_heads=k.shape[1],
-        width=q.shape[2],
+        tokens=graphs.rounded(query.shape[0]),
+        heads=query.shape[1],
+        key_heads=key.shape[1],
+        width=query.shape[2],
         head_strides=tuple(tensor.stride(1) for tensor in strided),
         token_strides=tuple(tensor.stride(0) for tensor in strided),
         scale=scale,
@@ -154,12 +161,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if fits and tensor.storage_offset() % 8 == 0 else tensor.contiguous()
 
 
-def _empty(q, k, v, starts, scale, window):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _empty(query, key, value, starts, scale, window):
+    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _empty_gradients(dout, q, k, v, out, lse, starts, scale, window):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+def _empty_gradients(dout, query, key, value, out, lse, starts, scale, window):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -169,10 +176,10 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, dout, _dlse):
-    q, k, v, starts, out, lse = ctx.saved_tensors
+    query, key, value, starts, out, lse = ctx.saved_tensors
     if dout is None:
         return (None,) * 6
-    gradients = packed_backward(dout, q, k, v, out, lse, starts, ctx.scale, ctx.window)
+    gradients = packed_backward(dout, query, key, value, out, lse, starts, ctx.scale, ctx.window)
     return *gradients, None, None, None
 
 

@@ -35,8 +35,8 @@ class Packed:
     Args:
         device: the number of the GPU.
         dtype: bfloat16 or float16.
-        sequences: at least the number of sequences.
-        tokens: at least the number of tokens.
+        sequences: a bound of the number of sequences.
+        tokens: a bound of the number of tokens.
         heads, key_heads, width: heads of queries, of keys, and the features of one.
         head_strides: elements between two heads of q, k, v and (in backward) of the gradient of the result.
         token_strides: elements between two tokens of the same.
@@ -81,7 +81,7 @@ def execute(packed: Packed, tensors: Mapping[int, torch.Tensor]) -> None:
     """Launch the graph of `packed` on the current stream.
 
     Args:
-        packed: what the graph is of.
+        packed: the properties of the graph.
         tensors: the tensors by their numbers above; results are written into theirs.
     """
     device = torch.device("cuda", packed.device)
@@ -124,8 +124,10 @@ def _graph(packed: Packed) -> tuple[Any, int]:
 
 
 def _add_forward(graph: Any, packed: Packed) -> None:
-    q, k, v = _inputs(graph, packed)
-    out, lse = graph.sdpa(name="attention", q=q, k=k, v=v, generate_stats=True, **_options(graph, packed))
+    query, key, value = _inputs(graph, packed)
+    out, lse = graph.sdpa(
+        name="attention", q=query, k=key, v=value, generate_stats=True, **_options(graph, packed)
+    )
     heads, width = packed.heads, packed.width
     offsets, lse_offsets = (_offsets(graph, packed, number) for number in (OUT_OFFSETS, LSE_OFFSETS))
     _describe(out, packed, OUT, (heads, width), (heads * width, width), offsets, packed.dtype)
@@ -134,15 +136,15 @@ def _add_forward(graph: Any, packed: Packed) -> None:
 
 def _add_backward(graph: Any, packed: Packed) -> None:
     heads, key_heads, width = packed.heads, packed.key_heads, packed.width
-    q, k, v = _inputs(graph, packed)
+    query, key, value = _inputs(graph, packed)
     numbers = (OUT_OFFSETS, LSE_OFFSETS, DOUT_OFFSETS, DKV_OFFSETS)
-    offsets, lse_offsets, dout_offsets, key_offsets = (_offsets(graph, packed, n) for n in numbers)
+    offsets, lse_offsets, dout_offsets, key_offsets = (_offsets(graph, packed, number) for number in numbers)
     dout_strides = (packed.token_strides[3], packed.head_strides[3])
     out = _tensor(graph, packed, OUT, (heads, width), (heads * width, width), offsets, packed.dtype)
     dout = _tensor(graph, packed, DOUT, (heads, width), dout_strides, dout_offsets, packed.dtype)
     lse = _tensor(graph, packed, LSE, (heads, 1), (heads, 1), lse_offsets, torch.float32)
     dq, dk, dv = graph.sdpa_backward(
-        name="gradients", q=q, k=k, v=v, o=out, dO=dout, stats=lse, **_options(graph, packed),
+        name="gradients", q=query, k=key, v=value, o=out, dO=dout, stats=lse, **_options(graph, packed),
         max_total_seq_len_q=packed.tokens, max_total_seq_len_kv=packed.tokens,
     )  # fmt: skip
     _describe(dq, packed, DQ, (heads, width), (heads * width, width), offsets, packed.dtype)
@@ -215,7 +217,7 @@ def _tensor(
         graph, packed, number: the graph, what it is of, and the number of the input.
         shape: heads and features.
         strides: elements between two tokens, and between two heads.
-        offsets: where sequences begin in it.
+        offsets: the places at which sequences begin in it.
         dtype: its dtype.
     """
     dims, steps = _dims(packed, shape, strides)
@@ -225,7 +227,7 @@ def _tensor(
 
 
 def _describe(
-    result: Any,
+    output: Any,
     packed: Packed,
     number: int,
     shape: tuple[int, int],
@@ -235,8 +237,8 @@ def _describe(
 ) -> None:
     """Say how a result of a graph lies in memory; the arguments are those of `_tensor`."""
     dims, steps = _dims(packed, shape, strides)
-    result.set_uid(number).set_output(True).set_dim(dims).set_stride(steps).set_data_type(_kind(dtype))
-    result.set_ragged_offset(offsets)
+    output.set_uid(number).set_output(True).set_dim(dims).set_stride(steps).set_data_type(_kind(dtype))
+    output.set_ragged_offset(offsets)
 
 
 def _dims(packed: Packed, shape: tuple[int, int], strides: tuple[int, int]) -> tuple[list[int], list[int]]:
