@@ -10,6 +10,7 @@ import torch.distributed as dist
 from role_models import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from cai_mesh import BoxedTensor, ParallelMesh
 from cai_mesh.comm import GRADIENT_AXES
@@ -282,3 +283,23 @@ def test_batched_experts_compute_what_comes_to_them():
     torch.testing.assert_close(outputs, plain, rtol=0, atol=1e-12)
     got, expected = (torch.autograd.grad(x.square().sum(), [tokens, layer.w]) for x in (outputs, plain))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("jetmoe", r"is called with \(inputs, expert_size\): tokens are sorted by expert before it"),
+        ("longcat_flash", r"has experts without weights: gate_up_proj has 6 rows, down_proj has 4 rows"),
+        ("switch_transformers", r"mlp\.experts holds 4 experts as modules of their own"),
+    ],
+)
+def test_experts_of_other_forms_are_refused_with_the_reason(name, reason):
+    sizes = {"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "zero_expert_num": 2}
+    config = AutoConfig.for_model(
+        name, **{"num_hidden_layers": 2, "num_layers": 2, "num_sparse_encoder_layers": 1, **sizes}
+    )
+    kind = AutoModelForSeq2SeqLM if name == "switch_transformers" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    with pytest.raises(PlanError, match=r"(?s)has experts that cannot be spread over ranks.*" + reason):
+        find_experts(model)

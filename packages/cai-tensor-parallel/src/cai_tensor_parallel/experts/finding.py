@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +11,7 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import layout_of
+from cai_tensor_parallel.experts.refusals import arguments_of, nothing_found
 
 Form = Literal["chosen", "batched"]
 """What a layer of experts is called with.
@@ -60,7 +59,7 @@ def find_experts(model: nn.Module, plan: ExpertsPlan | None = None) -> dict[str,
     """
     roles = experts_here(model, plan)
     if not roles or not all(fnmatch.filter(roles, glob) for glob in plan or ()):
-        raise _nothing(model, plan)
+        raise nothing_found(model, plan)
     return roles
 
 
@@ -107,7 +106,7 @@ def _layer_of(model: nn.Module, parameter: str) -> str:
 
 
 def _role(module: nn.Module) -> ExpertsRole | None:
-    form = ARGUMENTS.get(_argument_count(module))
+    form = ARGUMENTS.get(len(arguments_of(module)))
     counters = {
         value: name
         for name, value in reversed(vars(module).items())
@@ -139,12 +138,6 @@ def _rows_of_child(module: nn.Module, experts: int) -> tuple[str, ...]:
     return tuple(params) if is_stacked and len(params) == len(list(module.parameters())) else ()
 
 
-def _argument_count(module: nn.Module) -> int:
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in kinds for parameter in parameters) - 1
-
-
 def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
     experts = getattr(module, role.count, None)
     shapes = {key: tuple(param.shape) for key, param in module.named_parameters()}
@@ -157,22 +150,3 @@ def _check(name: str, module: nn.Module, role: ExpertsRole) -> None:
             got=f"{role}; {role.count} = {experts}, shapes {shapes}",
             expected="parameters of the module, whose first size is the number of experts or a multiple of it",
         )
-
-
-def _nothing(model: nn.Module, plan: ExpertsPlan | None) -> PlanError:
-    stacked = {
-        name: [key for key, param in module._parameters.items() if param is not None and param.dim() == 3]
-        for name, module in model.named_modules()
-    }
-    likely = next((name for name, keys in stacked.items() if len(keys) > 1), "model.layers.*.mlp.experts")
-    names = ", ".join(f'"{key}"' for key in stacked.get(likely) or ("gate_up_proj", "down_proj"))
-    likely = re.sub(r"\.\d+(?=\.|$)", ".*", likely)
-    return PlanError(
-        f"{type(model).__name__} has no layers of experts" + (" where the plan says" if plan else ""),
-        got=", ".join(plan)
-        if plan
-        else "no module with 3-dimensional parameters, one row an expert, an attribute that counts them, and a forward "
-        "of (tokens, ids, weights)",
-        fix=f'if it has experts, say where: plan={{"{likely}": ExpertsRole(parameters=({names}), '
-        'count="num_experts")}',
-    )
