@@ -81,6 +81,7 @@ def run_config(
     *,
     shard: int = 1,
     zero: int = 1,
+    experts: int = 1,
     tensor: int = 1,
     sequence: bool = False,
     pipeline: int = 1,
@@ -93,6 +94,7 @@ def run_config(
         parallel=c.Parallel(
             shard=shard,
             zero=zero,  # type: ignore[arg-type]
+            experts=c.ExpertRanks(experts),
             tensor=c.Tensor(size=tensor, sequence=sequence),
             pipeline=c.Pipeline(size=pipeline),
         ),
@@ -185,6 +187,11 @@ COLUMNS: dict[str, Column] = {
     "zero3": Column(
         "Two ranks, each with half of every parameter.", partial(train, shard=2, zero=3), ranks=2
     ),
+    "experts 2": Column(
+        "Two ranks, each with half of every layer's experts, of types that have some.",
+        partial(train, shard=2, experts=2),
+        ranks=2,
+    ),
     "tp2": Column("Two ranks that share every layer: tensor parallelism.", partial(train, tensor=2), ranks=2),
     "tp2 sequence": Column(
         "The same, with the stream between the layers cut along the sequence.",
@@ -200,8 +207,6 @@ COLUMNS: dict[str, Column] = {
 def run_cell(column: str, model_type: str, compute: str = "fp32") -> Trained | Refused | Crashed | None:
     """One cell, on each of its ranks; what went wrong is returned, so that the processes live on."""
     config = tiny(model_type)
-    if compute == "fp64" and hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # the grouped products know no float64
     try:
         trained = COLUMNS[column].train(config, compute=compute)
     except _Refusal as refusal:

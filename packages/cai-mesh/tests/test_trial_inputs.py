@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from cai_mesh.errors import PlanError
-from cai_mesh.trial import arguments_of, shrunk, tensors_of
+from cai_mesh.trial import arguments_of, shrunk, small_model, tensors_of
 
 VISION = {"vision_config": {"num_hidden_layers": 2}}
 LAYERS = {"encoder_layers": 2, "decoder_layers": 2}
@@ -88,3 +88,28 @@ def test_parts_of_one_width_stay_so():
 def test_a_small_model_of_a_small_model_is_the_same(name):
     small = shrunk(model_of(name), labelled=False)
     assert shrunk(small.build(), labelled=False) == small
+
+
+def test_a_model_whose_heads_stay_wide_is_narrow_with_fewer_layers(monkeypatch):
+    """Linear attention has sizes of its own: narrow with all of its 12 layers it is too large, wide with 8 too."""
+    model_class = transformers.Qwen3NextForCausalLM
+    sizes = {
+        "num_hidden_layers": 12,
+        "num_experts": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    }
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**sizes))
+    monkeypatch.setattr(small_model, "PARAMETER_LIMIT", 2_000_000)
+    small = shrunk(model, labelled=False)
+    assert (small.config.num_hidden_layers, small.config.hidden_size) == (8, 32)
+    assert set(small.config.layer_types) == set(model.config.layer_types)
+    assert sum(param.numel() for param in small.build().parameters()) < 2_000_000
+
+
+def test_words_of_every_layer_are_few():
+    model_class = transformers.Gemma4ForCausalLM
+    with torch.device("meta"):
+        model = model_class(transformers.Gemma4TextConfig(num_hidden_layers=6))
+    assert shrunk(model, labelled=False).config.vocab_size_per_layer_input == 64

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import is_adapter
 from cai_apps.compose.optimizers import check_groups
 from cai_apps.compose.routing.entry import balance_of, routers_for
 from cai_apps.compose.session import Session
-from cai_apps.compose.sharding import on_one_host, place_weights
+from cai_apps.compose.sharding import DTYPES, on_one_host, place_weights
 from cai_apps.compose.step_loss import StepLoss
 from cai_apps.compose.weights import Weights
 from cai_apps.compose.workload import Loss, Workload, on_meta
@@ -121,6 +122,7 @@ def rewrite(
             f"parallel.pipeline.unshard = {pipeline.unshard!r}",
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set them",
         )
+    let_experts_compute(model, DTYPES[config.precision.compute])
     placement = placement_of(pipeline.schedule, pipeline.chunks)
     balance = pipeline.balance or "auto"
     if config.parallel.experts.size > 1:

@@ -79,8 +79,8 @@ class Saved:
 def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> Saved:
     """Return the bytes that the forward of a resolved config keeps, with all stages on one rank.
 
-    Where operators have no form without values in the run's dtype (experts multiply in bfloat16 alone), sizes are those
-    of bfloat16, scaled.
+    Where operators have no form without values in the run's dtype (experts have none in float64), sizes are those of
+    bfloat16, scaled.
 
     Args:
         device: the device that the run will be on; it decides on kernels and graphs.
@@ -101,6 +101,7 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
         except Exception as error:  # whatever torch or the model raises for want of values
             if compute == torch.bfloat16:
                 raise _untold(error) from error
+        config = replace(config, precision=replace(config.precision, compute="bf16"))
         try:
             narrow = _forward(config, workload, mesh, device, torch.bfloat16)
             return narrow.times(compute.itemsize // 2).plus(more)

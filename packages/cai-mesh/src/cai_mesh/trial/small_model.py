@@ -79,6 +79,7 @@ _SMALL = {
     "rotary_dim": 4,
     "mamba_chunk_size": 8,
     "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
 }
 
 
@@ -174,8 +175,8 @@ def shrunk(
 
     A narrow config is tried first: of its parts, those that are as wide as the text, which may be joined without a
     layer that changes the width; then the text alone. If the class refuses them, one that only has a smaller
-    vocabulary, then one with fewer layers too, one of which every part is narrow, and one with thin and short stages;
-    each with all forms that its main input may have.
+    vocabulary, then one with fewer layers too, one of which every part is narrow, one with thin and short stages, and
+    one that is narrow with fewer layers; each with all forms that its main input may have.
 
     Args:
         layers: name of its list of layers, or of both of an encoder-decoder.
@@ -310,6 +311,12 @@ def _narrower_parts(config: Any, heads: int) -> None:
         _narrower(part, heads)
 
 
+def _narrower_and_fewer(config: Any, heads: int) -> None:
+    """Narrow, and with fewer layers: of a kind whose heads, or states, have sizes that stay."""
+    _narrower(config.get_text_config(), heads)
+    _fewer_layers(config, heads)
+
+
 def _thinner_stages(config: Any, heads: int) -> None:
     """Stages of widths that grow: each a quarter as wide, and of two blocks."""
     for part in parts_of(config):
@@ -357,5 +364,6 @@ SHRINKS = (
     _fewer_layers,
     _narrower_parts,
     _thinner_stages,
+    _narrower_and_fewer,
 )
 """Ways to make a config small, the first that a class takes counts."""

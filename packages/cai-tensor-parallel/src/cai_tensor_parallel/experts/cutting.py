@@ -6,14 +6,14 @@ from torch import nn
 
 from cai_mesh.comm import DATA_AXES, EXPERT_GRADIENT_AXES, ParallelMesh
 from cai_mesh.layout import ReduceSpec, Shard, attach_to
-from cai_tensor_parallel.experts.finding import ExpertsRole
+from cai_tensor_parallel.experts.finding import ExpertsRole, owner_of
 from cai_tensor_parallel.modes.cutter import Cutter
 
 
 def keep_own(layer: nn.Module, role: ExpertsRole, cutter: Cutter) -> None:
     """Replace the stacked parameters of a layer by this rank's part of them, with its layout."""
     for name in role.parameters:
-        cutter.cut(layer, name, Shard(0))
+        cutter.cut(*owner_of(layer, name), Shard(0))
 
 
 def reduce_among_copies(layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh) -> None:
@@ -23,4 +23,4 @@ def reduce_among_copies(layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh)
     """
     spec = ReduceSpec(EXPERT_GRADIENT_AXES, divisor=float(mesh.degree(DATA_AXES)))
     for name in role.parameters:
-        attach_to(layer, name, reduce=spec)
+        attach_to(*owner_of(layer, name), reduce=spec)

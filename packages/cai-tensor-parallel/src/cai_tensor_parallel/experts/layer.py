@@ -27,7 +27,7 @@ def own_forward(layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor) 
     """Compute by the forward of the layer's class, which is given one choice a row: the plain form of `ExpertMaths`."""
     row, choice = choices_of(ids)
     chosen_ids, chosen_weights = ids[row, choice, None], weights[row, choice, None]
-    outputs = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights)
+    outputs = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights).flatten(1)
     width = outputs.shape[-1]
     by_choice = outputs.new_zeros(ids.numel(), width).index_copy(0, row * ids.shape[1] + choice, outputs)
     return by_choice.view(*ids.shape, width).sum(1)

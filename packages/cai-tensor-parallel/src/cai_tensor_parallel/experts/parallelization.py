@@ -6,11 +6,13 @@ from torch import nn
 
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
+from cai_mesh.experts import visits_of
 from cai_mesh.layout import refresh
 from cai_mesh.storage import exchanged, follow_structure, guard_state, show_gradients
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.cut.saving import CutState
 from cai_tensor_parallel.cut.wrapping import guard_wrapping
+from cai_tensor_parallel.experts.batched import spread_batched
 from cai_tensor_parallel.experts.cutting import keep_own, reduce_among_copies
 from cai_tensor_parallel.experts.finding import (
     ExpertsPlan,
@@ -50,7 +52,8 @@ def parallelize_experts(
     Args:
         mesh: `ParallelMesh.of(mesh, ep=...)`.
         plan: the layers of experts by name; None: found by their structure, see `find_experts`.
-        maths: computes with the experts that a rank holds; see `ExpertMaths`. Default: the layer's own forward.
+        maths: computes with the experts that a rank holds; see `ExpertMaths`. Default: the layer's own forward, which
+            batched layers always compute by.
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model; a pipeline's stage without experts as it was. Raises `PlanError` where no experts are found,
@@ -79,7 +82,12 @@ def parallelize_experts(
         over = Spread(group, tuple(parts_of(experts_of(layer, role), degree)), copies)
         keep_own(layer, role, cutter)
         reduce_among_copies(layer, role, mesh)
-        spread(layer, role, over, maths)
+        if role.form == "batched":
+            spread_batched(
+                layer, role, over, visits_of(getattr(model, "config", None)) or experts_of(layer, role)
+            )
+        else:
+            spread(layer, role, over, maths)
     guard_state(model, CutState)
     guard_wrapping(model, mesh, "ep")
     follow_structure(model, _refuse_inside)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,59 +13,89 @@ from torch import Tensor, nn
 from cai_mesh.errors import PlanError
 from cai_mesh.layout import layout_of
 from cai_mesh.trial import SmallModel, Trial, arguments_of
+from cai_tensor_parallel.experts.batched import batched_forward, visited_rows
+from cai_tensor_parallel.experts.batched_trial import TOLERANCE, verify_left_out
 from cai_tensor_parallel.experts.cutting import keep_own
 from cai_tensor_parallel.experts.finding import ExpertsPlan, ExpertsRole, experts_of, find_experts
-from cai_tensor_parallel.experts.layer import own_forward
+from cai_tensor_parallel.experts.layer import ExpertMaths, own_forward
 from cai_tensor_parallel.experts.routes import parts_of, rows_of
 from cai_tensor_parallel.modes.cutter import Cutter
 
 PARTS = 2
-TOLERANCE = 1e-6
-"""Largest difference in float64, relative to the largest value: some layers compute parts of themselves in float32."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer of experts was called with: tokens [T, D], ids [T, K], weights [T, K]."""
+    """What a layer of experts was called with: tokens [T, D], ids [T, K], weights [T, K].
+
+    Args:
+        places: of a batched layer, the rows of all experts that the tokens are, [T].
+        rows: the number of all rows.
+    """
 
     tokens: Tensor
     ids: Tensor
     weights: Tensor
+    places: Tensor | None = None
+    rows: int = 0
 
-    def of(self, layer: nn.Module) -> Tensor:
+    @classmethod
+    def of(cls, layer: nn.Module, role: ExpertsRole, *given: Tensor) -> _Call:
+        """The call of a layer with these tensors, which may have more dimensions."""
+        flat = [value.detach().flatten(0, -2) for value in given]
+        if role.form == "chosen":
+            return cls(*flat)
+        (rows,), experts = flat, experts_of(layer, role)
+        places = visited_rows(rows, experts, experts)
+        ids = (places // (len(rows) // experts))[:, None]
+        return cls(rows[places], ids, torch.ones_like(ids, dtype=rows.dtype), places, len(rows))
+
+    def whole(self, layer: nn.Module) -> Tensor:
         """What the forward of a layer's class makes of it."""
-        return type(layer).forward(layer, self.tokens, self.ids, self.weights)  # type: ignore[no-any-return]
+        if self.places is None:
+            return type(layer).forward(layer, self.tokens, self.ids, self.weights).view(self.tokens.shape)  # type: ignore[no-any-return]
+        output = type(layer).forward(layer, self.among_all(self.tokens))
+        return output.index_copy(0, self.places, output[self.places] * self.weights)
+
+    def among_all(self, tokens: Tensor) -> Tensor:
+        """Tokens where they are among all rows, and zeros elsewhere."""
+        if self.places is None:
+            return tokens
+        return tokens.new_zeros(self.rows, tokens.shape[1]).index_copy(0, self.places, tokens)
 
 
 def verify_experts(trial: Trial | SmallModel, plan: ExpertsPlan | None = None) -> None:
     """Run a small model, then each kind of its layers of experts, whole and in two parts.
 
     Raises `PlanError` where the parts do not sum up to the whole, outputs and gradients alike: of a layer whose tokens
-    depend on each other, as by a capacity.
+    depend on each other, as by a capacity. Of a batched layer rows that are zero are left out; gradients of the whole
+    model must be the same without theirs.
     """
     with torch.device("cpu"), torch.enable_grad():
         model = trial.build().double().eval()
         kinds = dict[type, tuple[str, ExpertsRole]]()
         for name, role in find_experts(model, plan).items():
             kinds.setdefault(type(model.get_submodule(name)), (name, role))
-        calls = _calls(model, trial, [name for name, _ in kinds.values()])
+        calls = _calls(model, trial, dict(kinds.values()))
         for name, role in kinds.values():
             if name in calls:  # a part of a model that its small form has no input for
                 _verify(name, model.get_submodule(name), role, calls[name])
+                if role.form == "batched":
+                    verify_left_out(model, trial, name, role)
 
 
-def _calls(model: nn.Module, trial: Trial | SmallModel, names: Sequence[str]) -> dict[str, _Call]:
+def _calls(model: nn.Module, trial: Trial | SmallModel, roles: Mapping[str, ExpertsRole]) -> dict[str, _Call]:
     """The arguments with which layers are called in a forward of the model."""
     calls = dict[str, _Call]()
 
     def noting(name: str) -> Callable[..., None]:
         def note(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            calls[name] = _Call(*(value.detach().flatten(0, -2) for value in (*args, *kwargs.values())))
+            calls[name] = _Call.of(layer, roles[name], *args, *kwargs.values())
 
         return note
 
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(noting(name), with_kwargs=True) for name in names
+        model.get_submodule(name).register_forward_pre_hook(noting(name), with_kwargs=True) for name in roles
     ]
     model(**arguments_of(model, trial.inputs()))
     for hook in hooks:
@@ -74,10 +105,11 @@ def _calls(model: nn.Module, trial: Trial | SmallModel, names: Sequence[str]) ->
 
 def _verify(name: str, layer: nn.Module, role: ExpertsRole, call: _Call) -> None:
     experts = experts_of(layer, role)
-    expected = _results([layer], call, lambda leaves: leaves.of(layer))
+    expected = _results([layer], call, lambda leaves: leaves.whole(layer))
+    maths: ExpertMaths = own_forward if role.form == "chosen" else partial(batched_forward, role)
     try:
         layers = [_part(layer, role, index) for index in range(PARTS)]
-        in_parts = _results(layers, call, lambda leaves: _summed(layers, experts, leaves))
+        in_parts = _results(layers, call, lambda leaves: _summed(layers, experts, leaves, maths))
     except Exception as error:
         raise PlanError(
             f"{name} does not run in two parts",
@@ -101,18 +133,18 @@ def _part(layer: nn.Module, role: ExpertsRole, index: int) -> nn.Module:
     """A copy of a layer with one part of its experts."""
     part = copy.deepcopy(layer)
     keep_own(part, role, Cutter((("ep", PARTS, index),)))
-    setattr(part, role.count, experts_of(part, role))
+    setattr(part, role.count, experts_of(layer, role) // PARTS)
     return part
 
 
-def _summed(layers: list[nn.Module], experts: int, call: _Call) -> Tensor:
+def _summed(layers: list[nn.Module], experts: int, call: _Call, maths: ExpertMaths) -> Tensor:
     """The sum of what each part makes of the tokens that visit it."""
     total, rows = torch.zeros_like(call.tokens), rows_of(call.ids, parts_of(experts, PARTS))
     counts = rows.counts.tolist()
     for layer, tokens, own_ids in zip(layers, rows.tokens.split(counts), rows.ids.split(counts), strict=True):
-        output = own_forward(layer, call.tokens[tokens], own_ids, call.weights[tokens])
+        output = maths(layer, call.tokens[tokens], own_ids, call.weights[tokens])
         total = total.index_add(0, tokens, output)
-    return total
+    return call.among_all(total)
 
 
 def _results(layers: list[nn.Module], call: _Call, compute: Callable[[_Call], Tensor]) -> dict[str, Tensor]:

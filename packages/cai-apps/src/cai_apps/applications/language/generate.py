@@ -12,6 +12,7 @@ import torch
 from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
+from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import add_adapters, is_adapter, learned_modules, need_peft
 from cai_apps.compose.materialize import materialize
 from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory, read_model_config
@@ -233,6 +234,7 @@ def _opened(directory: Path) -> Any:
             fix="check that config.json is the one these weights were made with",
         ) from None
     model, loaded = read
+    let_experts_compute(model, model.dtype)
     if missing := sorted(loaded["missing_keys"]):
         raise CheckpointError(
             f"{directory} lacks weights of its model",
