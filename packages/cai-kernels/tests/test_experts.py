@@ -169,6 +169,18 @@ def test_only_the_gradients_that_are_asked_for():
         torch.testing.assert_close(gradient, wanted[place])
 
 
+def test_rows_longer_than_a_step(monkeypatch):
+    from cai_kernels.experts import triton
+
+    ids, tensors = inputs(torch.float32, biased=True)
+    monkeypatch.setattr(triton, "BLOCK", 16)
+    assert triton._block(INNER) == (8, 1)
+    upstream = [torch.randn(TOKENS, WIDE, device=DEVICE)]
+    floor = 64 * torch.finfo(torch.float32).eps * 32
+    run = ours(GATES[-1], ids, backend="triton")
+    assert_no_less_exact(run, loop(GATES[-1], ids), tensors, upstream, floor=floor)
+
+
 def test_weights_may_be_wider_than_tokens():
     ids, (x, weights, up, down) = inputs(torch.bfloat16, biased=False)
     wide = [weights.float().requires_grad_(), x.requires_grad_()]

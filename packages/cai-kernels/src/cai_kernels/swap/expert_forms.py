@@ -157,10 +157,8 @@ def _trials(
     random = torch.Generator().manual_seed(1)
     for scale, training in itertools.product(SCALES, (True, False)):
         x = torch.randn(TOKENS, WIDE, generator=random, dtype=torch.float64) * scale
-        ids = torch.rand(TOKENS, EXPERTS - 2, generator=random).topk(CHOICES - 1).indices + 1
-        ids = torch.cat(
-            [torch.zeros_like(ids), ids], 1
-        )  # all visit one: a capacity would show; none visits the last
+        second = torch.rand(TOKENS, EXPERTS - 2, generator=random).topk(CHOICES - 1).indices + 1
+        ids = torch.cat([torch.zeros_like(second), second], 1)  # a capacity would show; none visits the last
         weights = torch.rand(TOKENS, CHOICES, generator=random, dtype=torch.float64)
         layer.train(training)
 
