@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from case import Case
@@ -75,8 +74,7 @@ def eager_grouped(
     return torch.cat([x[a:b] @ held[e].t() for e, (a, b) in enumerate(itertools.pairwise(bounds))])
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The sizes of a layer of experts.
 
     Args:

@@ -17,7 +17,7 @@ from cai_tensor_parallel.experts.finding import ExpertsRole
 from cai_tensor_parallel.experts.routes import Part, choices_of, rows_of, share_of
 
 ExpertMaths = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None], Tensor]
-"""What a layer computes with the experts it holds: (layer, tokens [R, D], ids [R, K], weights [R, K], visits) to [R, D].
+"""What a layer computes with its experts: (layer, tokens [R, D], ids [R, K], weights [R, K], visits) to [R, D].
 
 The sum over a token's choices. Ids count the experts that are held, from 0; -1 stands for one that is not. `visits` is
 the number of ids but -1, or None where the host does not know it.
