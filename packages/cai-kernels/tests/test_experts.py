@@ -243,3 +243,23 @@ def test_errors_name_the_argument():
         expert_layer(x, ids, weights, up, down, down_bias=torch.zeros(EXPERTS, WIDE + 1, device=DEVICE))
     with pytest.raises(KernelError, match="rows does not fit"):
         expert_layer(x, ids, weights, up, down, rows=ids.numel() + 1)
+
+
+def test_by_the_grouped_product_of_torch(monkeypatch):
+    """As on a Hopper GPU: torch multiplies, forward and backward, matrices that are held either way round."""
+    from cai_kernels.experts import function
+    from cai_kernels.grouped_matmul import torch_kernel
+
+    monkeypatch.setattr(torch_kernel, "fast", lambda device: True)
+    monkeypatch.setattr(function, "choose", lambda backend, device: "triton")
+    calls, product = [], torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *a, **k: calls.append(1) or product(*a, **k))
+    ids, tensors = inputs(torch.bfloat16, biased=True)
+    upstream = [torch.randn(TOKENS, WIDE, device=DEVICE).bfloat16()]
+    for turned in (False, True):
+        leaves = [*tensors]
+        if turned:
+            leaves[2:4] = [matrix.transpose(1, 2).contiguous().transpose(1, 2) for matrix in tensors[2:4]]
+        run = ours(GATES[-1], ids, backend="auto")
+        assert_no_less_exact(run, loop(GATES[-1], ids), leaves, upstream, slack=1.5)
+    assert len(calls) == 2 * 6
