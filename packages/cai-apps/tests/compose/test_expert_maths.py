@@ -10,6 +10,8 @@ import torch
 from layouts import Case, trained, twin
 from torch import nn
 
+from cai_apps import recipes
+from cai_apps.applications.language.plan import plan
 from cai_apps.compose.expert_maths import expert_maths, report_experts
 from cai_kernels.swap import swap
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
@@ -84,6 +86,15 @@ def test_kinds_of_transformers_compute_the_same_by_kernels(name):
     for key, value in results(model).items():
         scale = wanted[key].abs().max()  # some types compute parts of themselves in float32
         assert (value - wanted[key]).abs().max() <= 1e-6 * scale, key
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_a_plan_counts_what_kernels_keep(compiled):
+    def activations(kernels):
+        changes = {"train.kernels": kernels, "train.compile": compiled, "memory.recompute": "none"}
+        return plan(recipes.load("mixtral-tiny", changes), ranks=4).stages[0].activations
+
+    assert activations("on") < 0.8 * activations("off")
 
 
 class Half(nn.Module):

@@ -107,6 +107,7 @@ def _balanced(ids: Tensor, ranks: int, among: tuple[int, int] | None) -> Rows:
     tokens = tokens if among is None else among[1] - among[0]
     visits = math.ceil(ranks * (1 - (1 - 1 / ranks) ** choices))
     rows = torch.zeros(tokens * visits, dtype=torch.int64, device=device)
-    own_ids = torch.zeros(len(rows), math.ceil(choices / visits), dtype=torch.int64, device=device)
+    # made of ids, so that a graph that is planned takes them for what they are, tensors without values
+    own_ids = (ids[:1, :1] * 0).expand(len(rows), math.ceil(choices / visits)).contiguous()
     counts = torch.zeros(ranks, dtype=torch.int64, device=device)
     return Rows(rows, own_ids, counts, counts)
