@@ -108,6 +108,30 @@ def test_error_is_no_larger_than_eager(case, dtype):
     )
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("spare", [0, 3])
+def test_rows_of_dropped_choices_may_be_left_out(backend, spare):
+    tokens, columns, choices, experts = 33, 40, 8, 70
+    expert_ids = routing(tokens, choices, experts)
+    kept = int(((expert_ids >= 0) & (expert_ids < experts)).sum())
+    x = torch.randn(tokens, columns, device=DEVICE, requires_grad=True)
+    weights = torch.rand(tokens, choices, device=DEVICE, requires_grad=True)
+    upstream = torch.randn(tokens, columns, device=DEVICE)
+
+    def there_and_back(rows):
+        permuted, offsets, index = token_permute(x, expert_ids, experts, rows=rows, backend=backend)
+        assert len(permuted) == (expert_ids.numel() if rows is None else rows)
+        gradients = []
+        for given in (None, weights, weights.detach()):
+            out = token_unpermute(permuted, index, given, backend=backend)
+            leaves = (x,) if given is not weights else (x, weights)
+            gradients += [out, *torch.autograd.grad(out, leaves, upstream, retain_graph=True)]
+        return [permuted[:kept], offsets, index, *gradients]
+
+    whole, parts = there_and_back(None), there_and_back(kept + spare)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
 def test_weights_may_be_wider_than_tokens():
     expert_ids = routing(9, 2, 4)
     y = torch.randn(18, 24, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -177,7 +201,7 @@ def test_the_ops_are_clean_for_the_compiler():
     index, _ = reference.expert_order(expert_ids, 3)
     y = torch.randn(12, 8, device=DEVICE, requires_grad=True)
     torch.library.opcheck(triton.expert_order, (expert_ids, 3))
-    torch.library.opcheck(triton.token_spread, (x, index))
+    torch.library.opcheck(triton.token_spread, (x, index, 12))
     torch.library.opcheck(triton.token_collect, (y, index, weights))
     torch.library.opcheck(triton.token_collect, (y, index, None))
 
@@ -200,12 +224,14 @@ def test_errors_name_the_argument():
         token_permute(x, expert_ids.float(), 3)
     with pytest.raises(KernelError, match="n_experts must be positive"):
         token_permute(x, expert_ids, 0)
+    with pytest.raises(KernelError, match="rows does not fit expert_ids"):
+        token_permute(x, expert_ids, 3, rows=9)
     with pytest.raises(KernelError, match="x has an unsupported dtype"):
         token_permute(x.double(), expert_ids, 3, backend="triton")
     with pytest.raises(KernelError, match="does not take this shape"):
         token_permute(x, expert_ids, 5000, backend="triton")
     with pytest.raises(KernelError, match="index does not fit y"):
-        token_unpermute(y[:5], index)
+        token_unpermute(y.repeat(2, 1), index)
     with pytest.raises(KernelError, match="weights does not fit index"):
         token_unpermute(y, index, torch.ones(4, 3, device=DEVICE))
     with pytest.raises(KernelError, match="weights is on another device"):

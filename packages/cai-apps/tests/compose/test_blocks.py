@@ -87,6 +87,8 @@ def test_results_are_those_of_the_plain_block_and_memory_is_saved(layout):
         (torch.ops.aten._scaled_mm.default, True),
         (torch.ops.aten._scaled_dot_product_flash_attention.default, True),
         (torch.ops.aten.convolution.default, True),
+        ("cai_kernels::grouped_matmul", True),
+        ("cai_kernels::expert_gate", False),
         (torch.ops.aten.gelu.default, False),
         (torch.ops.aten.native_layer_norm.default, False),
         (torch.ops.aten.mul.Tensor, False),

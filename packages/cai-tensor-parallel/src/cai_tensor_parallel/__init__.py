@@ -3,7 +3,7 @@
 from cai_mesh.comm import sub_axes
 from cai_tensor_parallel.cut.loss import sharded_logits
 from cai_tensor_parallel.experts.finding import ExpertsRole, find_experts
-from cai_tensor_parallel.experts.layer import ExpertMaths
+from cai_tensor_parallel.experts.layer import ExpertMaths, own_forward
 from cai_tensor_parallel.experts.parallelization import parallelize_experts
 from cai_tensor_parallel.finding.default_plan import plan_for
 from cai_tensor_parallel.log_probs import ChunkMaths, TorchChunks, head_log_probs, is_cut_by_columns
@@ -32,6 +32,7 @@ __all__ = [
     "gather_logits",
     "head_log_probs",
     "is_cut_by_columns",
+    "own_forward",
     "parallelize",
     "parallelize_experts",
     "plan_for",

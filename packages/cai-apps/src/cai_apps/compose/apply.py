@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.expert_maths import expert_maths, report_experts
 from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import is_adapter
 from cai_apps.compose.optimizers import check_groups
@@ -127,9 +128,10 @@ def rewrite(
     balance = pipeline.balance or "auto"
     if config.parallel.experts.size > 1:
         find_experts(model)  # of a stage that has none nothing says that the model has none
+    kinds = _kernels(config, device, compiled)
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.parallel.experts.size > 1:
-        parallelize_experts(model, mesh, trial=workload.trial)
+        parallelize_experts(model, mesh, maths=expert_maths(model, kinds), trial=workload.trial)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         cached = config.parallel.zero != 3 and not compiled
@@ -146,8 +148,9 @@ def rewrite(
     )
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
-    kinds = _kernels(config, device, compiled)
-    swap(model, kinds=kinds)
+    if config.parallel.experts.size > 1:
+        kinds = tuple(kind for kind in kinds if kind != "experts")  # spread ones compute by `expert_maths`
+    report_experts(swap(model, kinds=kinds))
     if workload.chooses_places and "loss" in kinds:
         _defer_shared_logits(model)
     return loss
@@ -176,10 +179,11 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
 def _kernels(config: RunConfig, device: torch.device, compiled: bool) -> tuple[str, ...]:
     """Which kinds of modules run kernels. Triton has none in float64.
 
-    Beside compiled blocks two kinds remain: the compiler keeps torch's attention as it is and does not reach the loss.
+    Beside compiled blocks three kinds remain: the compiler keeps torch's attention and products of experts as they are,
+    and does not reach the loss.
     """
     if config.train.kernels == "auto":
         if device.type != "cuda" or config.precision.compute == "fp64":
             return ()
-        return ("attention", "loss") if compiled else KINDS
+        return ("experts", "attention", "loss") if compiled else KINDS
     return KINDS if config.train.kernels == "on" else ()

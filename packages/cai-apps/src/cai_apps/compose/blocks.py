@@ -38,7 +38,7 @@ def recompute_layers(layers: Sequence[nn.Module], *, form: str, compiled: bool) 
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention", "linear")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "attention", "linear")
 """Parts of the names of operators that multiply matrices, divided at underscores."""
 
 

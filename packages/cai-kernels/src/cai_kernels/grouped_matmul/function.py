@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,16 +57,24 @@ def grouped_matmul(
         )
     if form == "reference":
         return reference.grouped_matmul(x, weight, offsets)
+    return kernels_for(x, weight, backend).grouped_matmul(x, weight, offsets)
+
+
+def kernels_for(x: torch.Tensor, weight: torch.Tensor, backend: str) -> Any:
+    """Return the module of the kernels that run: torch's where they are asked for or fast, else ours.
+
+    It has `grouped_matmul(x, weight, offsets)` and its gradient, `grouped_matmul_weight(x, dout, weight, offsets)`.
+    """
     from cai_kernels.grouped_matmul import torch_kernel, triton
 
     if backend != "triton":
         reason = torch_kernel.why_not(x, weight)
         if reason is None and (backend == "torch" or torch_kernel.fast(x.device)):
-            return torch_kernel.grouped_matmul(x, weight, offsets)
+            return torch_kernel
         if backend == "torch":
             raise KernelError("torch's grouped matmul does not take these arguments", got=reason)
     if weight.shape[0] > MAX_EXPERTS:
         raise KernelError(
             "weight has too many experts for Triton", got=weight.shape[0], expected=f"up to {MAX_EXPERTS}"
         )
-    return triton.grouped_matmul(x, weight, offsets)
+    return triton

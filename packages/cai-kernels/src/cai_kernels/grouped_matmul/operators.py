@@ -8,11 +8,11 @@ import torch
 
 from cai_kernels.ops import define
 
+Operator = Callable[..., torch.Tensor]
 
-def differentiable(
-    product: Callable[..., torch.Tensor], weight_product: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """The operator of `product(x, weight, offsets)`; its backward uses `product` and `weight_product`."""
+
+def differentiable(product: Operator, weight_product: Operator) -> tuple[Operator, Operator]:
+    """The operators of both products; the backward of `product(x, weight, offsets)` uses both."""
 
     def save(ctx, inputs, output) -> None:
         x, weight, offsets = inputs
@@ -33,4 +33,4 @@ def differentiable(
         save=save,
         backward=differentiate,
     )
-    return grouped_matmul
+    return grouped_matmul, weight_gradient

@@ -78,4 +78,4 @@ def _grouped_matmul_torch_weight(
     return gradient if gradient.stride() == dweight.stride() else dweight.copy_(gradient)
 
 
-grouped_matmul = differentiable(_grouped_matmul_torch, _grouped_matmul_torch_weight)
+grouped_matmul, grouped_matmul_weight = differentiable(_grouped_matmul_torch, _grouped_matmul_torch_weight)

@@ -217,4 +217,4 @@ def _grouped_matmul_weight(
     return dweight
 
 
-grouped_matmul = differentiable(_grouped_matmul, _grouped_matmul_weight)
+grouped_matmul, grouped_matmul_weight = differentiable(_grouped_matmul, _grouped_matmul_weight)

@@ -10,13 +10,24 @@ from torch import nn
 
 from cai_kernels.backend import Backend
 from cai_kernels.errors import KernelError
+from cai_kernels.swap.experts import ExpertKernels, expert_kernels
 from cai_kernels.swap.head import defer_logits
 from cai_kernels.swap.logits import Logits
 from cai_kernels.swap.record import Kept, Replaced, Swapped
 
-__all__ = ["KINDS", "Kept", "Logits", "Replaced", "Swapped", "defer_logits", "swap"]
+__all__ = [
+    "KINDS",
+    "ExpertKernels",
+    "Kept",
+    "Logits",
+    "Replaced",
+    "Swapped",
+    "defer_logits",
+    "expert_kernels",
+    "swap",
+]
 
-KINDS = ("norm", "activation", "rope", "attention", "loss")
+KINDS = ("norm", "activation", "experts", "rope", "attention", "loss")
 
 
 def swap(
@@ -31,7 +42,8 @@ def swap(
 
     A module is a candidate by its parameters and its code, and is replaced if it computes what the kernel's reference
     computes on random values: RMS and layer norms ("norm"; group norms too, which run their kernel outside compiled
-    graphs), `act(gate) * up` in MLPs ("activation"), rotary embedding of queries and keys ("rope"), modules whose code
+    graphs), `act(gate) * up` in MLPs ("activation"), layers of experts with stacked
+    parameters ("experts"), rotary embedding of queries and keys ("rope"), modules whose code
     calls torch's attention ("attention": while they train, torch tries its operators fastest first), and the output
     layer of a model with `get_output_embeddings` ("loss"): while it trains, its logits are computed only when something
     other than a cross-entropy uses them.
@@ -55,6 +67,7 @@ def swap(
         raise KernelError("unknown kind of module", got=", ".join(unknown), expected=", ".join(KINDS))
     from cai_kernels.swap.activations import swap_activations
     from cai_kernels.swap.attention import swap_attention
+    from cai_kernels.swap.experts import swap_experts
     from cai_kernels.swap.group_norms import swap_group_norms
     from cai_kernels.swap.head import swap_loss
     from cai_kernels.swap.norms import swap_norms
@@ -63,6 +76,7 @@ def swap(
     steps = {
         "norm": (swap_norms, swap_group_norms),
         "activation": (swap_activations,),
+        "experts": (swap_experts,),
         "rope": (swap_rotary,),
         "attention": (swap_attention,),
         "loss": (swap_loss,),

@@ -17,7 +17,7 @@ class Replaced:
 
     Args:
         name: the module's name in its model.
-        kind: "norm", "activation", "rope", "attention" or "loss".
+        kind: "norm", "activation", "experts", "rope", "attention" or "loss".
         kernel: the function that runs, with its options.
     """
 

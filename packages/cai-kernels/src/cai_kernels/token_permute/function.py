@@ -16,7 +16,12 @@ MAX_EXPERTS = 1024
 
 
 def token_permute(
-    x: torch.Tensor, expert_ids: torch.Tensor, n_experts: int, *, backend: Backend = "auto"
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    n_experts: int,
+    *,
+    rows: int | None = None,
+    backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy every token to a row for each of its choices, rows ordered by expert.
 
@@ -29,9 +34,11 @@ def token_permute(
         x: [T, D], float32, bfloat16 or float16 (the reference takes float64 too).
         expert_ids: [T, K], int32 or int64, on x's device. K up to 32 in Triton.
         n_experts: E; up to 1024 in Triton.
+        rows: the number of rows of the result, for a host that knows how many choices are kept: as many at least, and
+            T * K at most. None: T * K.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
-    Returns (permuted [T * K, D], offsets [E + 1] int32, index [T, K] int32). The rows of expert e are
+    Returns (permuted [rows, D], offsets [E + 1] int32, index [T, K] int32). The rows of expert e are
     offsets[e]..offsets[e + 1]; offsets[E] is the number of rows kept. index is the row of a choice, or -1 - row where
     the choice is dropped. Differentiable in x: the gradient of a token is the sum of its rows', in float32.
     Raises `KernelError` naming the argument that does not fit.
@@ -47,14 +54,19 @@ def token_permute(
         )
     if n_experts < 1:
         raise KernelError("n_experts must be positive", got=n_experts)
+    rows = expert_ids.numel() if rows is None else rows
+    if not 0 <= rows <= expert_ids.numel():
+        raise KernelError(
+            "rows does not fit expert_ids", got=rows, expected=f"0 to {expert_ids.numel()}, T * K"
+        )
     if form == "reference":
         index, offsets = reference.expert_order(expert_ids, n_experts)
-        return reference.spread(x, index), offsets, index
+        return reference.spread(x, index, rows), offsets, index
     from cai_kernels.token_permute import triton
 
-    _fits(expert_ids.shape[1], x.shape[1], n_experts)
+    check_sizes(expert_ids.shape[1], x.shape[1], n_experts)
     index, offsets = triton.expert_order(expert_ids.contiguous(), n_experts)
-    return triton.token_spread(x.contiguous(), index), offsets, index
+    return triton.token_spread(x.contiguous(), index, rows), offsets, index
 
 
 def token_unpermute(
@@ -63,7 +75,7 @@ def token_unpermute(
     """The inverse of `token_permute`: the weighted sum of a token's rows, in float32.
 
     Args:
-        y: [T * K, D], float32, bfloat16 or float16 (the reference takes float64 too).
+        y: [rows, D], float32, bfloat16 or float16 (the reference takes float64 too).
         index: [T, K] int32, from `token_permute`; dropped choices count as zero, their rows are not read.
         weights: [T, K], any floating dtype, on y's device; None for ones.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
@@ -74,11 +86,11 @@ def token_unpermute(
     form = choose(backend, y.device)
     require("y", y, dtypes=_DTYPES if form == "triton" else (*_DTYPES, torch.float64))
     require("index", index, dtypes=(torch.int32,), like=y)
-    if y.dim() != 2 or index.dim() != 2 or index.numel() != y.shape[0]:
+    if y.dim() != 2 or index.dim() != 2 or index.numel() < y.shape[0]:
         raise KernelError(
             "index does not fit y",
             got=f"y {tuple(y.shape)}, index {tuple(index.shape)}",
-            expected="y [T * K, D], index [T, K]",
+            expected="y [rows, D], as many rows as token_permute was asked for, index [T, K]",
             fix="pass the index token_permute returned",
         )
     if weights is not None:
@@ -91,7 +103,7 @@ def token_unpermute(
         return reference.collect(y, index, weights)
     from cai_kernels.token_permute import triton
 
-    _fits(index.shape[1], y.shape[1], 1)
+    check_sizes(index.shape[1], y.shape[1], 1)
     if weights is not None and weights.dtype == torch.float64:
         raise KernelError(
             "the Triton token_unpermute does not take float64 weights", fix='cast, or use backend="reference"'
@@ -101,7 +113,8 @@ def token_unpermute(
     )
 
 
-def _fits(choices: int, columns: int, experts: int) -> None:
+def check_sizes(choices: int, columns: int, experts: int) -> None:
+    """Raise `KernelError` for sizes that the kernels do not take."""
     if choices > MAX_CHOICES or columns > MAX_COLUMNS or experts > MAX_EXPERTS:
         raise KernelError(
             "the Triton token_permute does not take this shape",

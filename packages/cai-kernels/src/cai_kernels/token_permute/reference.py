@@ -16,23 +16,23 @@ def expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor
     return torch.where(routed, row, -1 - row).int().view(expert_ids.shape), offsets.int()
 
 
-def spread(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [T, D], index [T, K] -> [T * K, D]: every token at the rows of its choices, zeros where one is dropped."""
+def spread(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [T, D], index [T, K] -> [rows, D]: every token at the rows of its choices, zeros where one is dropped."""
     flat = index.reshape(-1).long()
     routed = flat >= 0
     choice = torch.arange(flat.numel(), device=x.device)
-    source = torch.empty_like(choice).scatter_(0, torch.where(routed, flat, -1 - flat), choice)
-    rows = x[source // index.shape[1]] if flat.numel() else x.new_zeros(0, x.shape[1])
-    return torch.where(routed[source, None], rows, torch.zeros_like(rows))
+    source = torch.empty_like(choice).scatter_(0, torch.where(routed, flat, -1 - flat), choice)[:rows]
+    tokens = x[source // index.shape[1]] if flat.numel() else x.new_zeros(0, x.shape[1])
+    return torch.where(routed[source, None], tokens, torch.zeros_like(tokens))
 
 
 def collect(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """y [T * K, D], index [T, K], weights [T, K] -> [T, D]: the weighted sum over K in float32 (float64 stays)."""
+    """y [rows, D], index [T, K], weights [T, K] -> [T, D]: the weighted sum over K in float32 (float64 stays)."""
     flat = index.reshape(-1).long()
     routed = (flat >= 0)[:, None]
     wide = torch.promote_types(y.dtype, torch.float32)
-    rows = y[torch.where(routed[:, 0], flat, 0)] if flat.numel() else y.new_zeros(0, y.shape[1])
-    rows = torch.where(routed, rows, torch.zeros_like(rows)).to(wide).view(*index.shape, y.shape[1])
+    values = y[torch.where(routed[:, 0], flat, 0)] if len(y) else y.new_zeros(flat.numel(), y.shape[1])
+    values = torch.where(routed, values, torch.zeros_like(values)).to(wide).view(*index.shape, y.shape[1])
     if weights is not None:
-        rows = rows * weights.to(wide)[..., None]
-    return rows.sum(1).to(y.dtype)
+        values = values * weights.to(wide)[..., None]
+    return values.sum(1).to(y.dtype)

@@ -95,10 +95,12 @@ def _spread(
     weights_ptr,
     y_ptr,
     columns,
+    rows,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Rows of the result beyond `rows`, which only dropped choices have, are not written."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -110,7 +112,8 @@ def _spread(
         if WEIGHTED:
             value = (x.to(tl.float32) * tl.load(weights_ptr + token * K + k).to(tl.float32)).to(x.dtype)
         value = tl.where(routed, value, tl.zeros_like(value))
-        tl.store(y_ptr + tl.where(routed, row, -1 - row) * columns + at, value, mask=inside)
+        place = tl.where(routed, row, -1 - row)
+        tl.store(y_ptr + place * columns + at, value, mask=at < tl.where(place < rows, columns, 0))
 
 
 @triton.jit
@@ -120,6 +123,7 @@ def _collect(
     weights_ptr,
     out_ptr,
     columns,
+    rows,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -130,9 +134,8 @@ def _collect(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         row = tl.load(index_ptr + token * K + k).to(tl.int64)
-        value = tl.load(y_ptr + row * columns + at, mask=at < tl.where(row >= 0, columns, 0), other=0.0).to(
-            tl.float32
-        )
+        end = tl.where((row >= 0) & (row < rows), columns, 0)
+        value = tl.load(y_ptr + row * columns + at, mask=at < end, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         total += value
@@ -141,7 +144,7 @@ def _collect(
 
 @triton.jit
 def _uncollect(
-    dout_ptr, y_ptr, index_ptr, weights_ptr, dy_ptr, dweights_ptr, columns,
+    dout_ptr, y_ptr, index_ptr, weights_ptr, dy_ptr, dweights_ptr, columns, rows,
     K: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -158,7 +161,8 @@ def _uncollect(
         if SPREAD:
             weight = tl.load(weights_ptr + token * K + k).to(tl.float32)
             value = tl.where(routed, dout * weight, 0.0).to(dy_ptr.dtype.element_ty)
-            tl.store(dy_ptr + tl.where(routed, row, -1 - row) * columns + at, value, mask=inside)
+            place = tl.where(routed, row, -1 - row)
+            tl.store(dy_ptr + place * columns + at, value, mask=at < tl.where(place < rows, columns, 0))
 
 
 def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,36 +187,36 @@ def _expert_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tenso
     return index, offsets
 
 
-def _token_spread(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [T, D], index [T, K] -> [T * K, D], all contiguous; zeros where dropped."""
-    return _token_spread_weighted(x, index, None)
+def _token_spread(x: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+    """x [T, D], index [T, K] -> [rows, D], all contiguous; zeros where dropped."""
+    return _token_spread_weighted(x, index, None, rows)
 
 
 def _token_spread_weighted(
-    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None
+    x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None, rows: int
 ) -> torch.Tensor:
     """`_token_spread` with a factor for every choice, weights [T, K]."""
-    out = _empty_spread(x, index)
+    out = x.new_empty(rows, x.shape[1])
     tokens, columns = x.shape
     if out.numel():
         block = power_of_2(columns)
         warps = min(max(block // SPREAD_WARP, 1), 16)
         launch = _spread[(tokens,)]  # pyright: ignore[reportIndexIssue]
         launch(
-            x, index, weights, out, columns,
+            x, index, weights, out, columns, rows,
             K=index.shape[1], WEIGHTED=weights is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out
 
 
 def _token_collect(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """y [T * K, D], index [T, K], weights [T, K] (None: ones) -> [T, D], all contiguous."""
+    """y [rows, D], index [T, K], weights [T, K] (None: ones) -> [T, D], all contiguous."""
     out = _empty_collect(y, index, weights)
     if out.numel():
         block = power_of_2(y.shape[1])
         launch = _collect[(index.shape[0],)]  # pyright: ignore[reportIndexIssue]
         launch(
-            y, index, weights, out, y.shape[1],
+            y, index, weights, out, y.shape[1], y.shape[0],
             K=index.shape[1], WEIGHTED=weights is not None, BLOCK=block, num_warps=row_warps(block),
         )  # fmt: skip
     return out
@@ -221,13 +225,13 @@ def _token_collect(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor |
 def _token_collect_backward(
     dout: torch.Tensor, y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, spread: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of y [T * K, D] (an empty tensor without `spread`) and of weights [T, K]."""
+    """Gradients of y [rows, D] (an empty tensor without `spread`) and of weights [T, K]."""
     dy, dweights = _empty_collect_gradients(dout, y, index, weights, spread)
     if y.numel():
         block = power_of_2(y.shape[1])
         launch = _uncollect[(index.shape[0],)]  # pyright: ignore[reportIndexIssue]
         launch(
-            dout, y, index, weights, dy, dweights, y.shape[1],
+            dout, y, index, weights, dy, dweights, y.shape[1], y.shape[0],
             K=index.shape[1], SPREAD=spread, BLOCK=block, num_warps=row_warps(block),
         )  # fmt: skip
     else:
@@ -242,10 +246,6 @@ def _empty_order(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor
     )
 
 
-def _empty_spread(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    return x.new_empty(index.shape[0] * index.shape[1], x.shape[1])
-
-
 def _empty_collect(y: torch.Tensor, index: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return y.new_empty(index.shape[0], y.shape[1])
 
@@ -257,19 +257,20 @@ def _empty_collect_gradients(
 
 
 def _save_spread(ctx, inputs, output) -> None:
-    _, index = inputs
+    _, index, _ = inputs
     ctx.save_for_backward(index)
 
 
 def _spread_backward(ctx, dy):
     (index,) = ctx.saved_tensors
-    return token_collect(dy.contiguous(), index, None), None
+    return token_collect(dy.contiguous(), index, None), None, None
 
 
 def _save_collect(ctx, inputs, output) -> None:
     y, index, weights = inputs
     _, _, need_weights, *_ = ctx.needs_input_grad  # torch adds an entry of its own here
     ctx.save_for_backward(y if weights is not None and need_weights else None, index, weights)
+    ctx.rows = y.shape[0]
 
 
 def _collect_backward(ctx, dout):
@@ -277,17 +278,19 @@ def _collect_backward(ctx, dout):
     need_y, _, need_weights = ctx.needs_input_grad
     dout = dout.contiguous()
     if not need_weights:
-        return token_spread_weighted(dout, index, weights) if need_y else None, None, None
+        return token_spread_weighted(dout, index, weights, ctx.rows) if need_y else None, None, None
     dy, dweights = token_collect_backward(dout, y, index, weights, need_y)
     return dy if need_y else None, None, dweights
 
 
 expert_order = define(_expert_order, _empty_order)
 token_collect_backward = define(_token_collect_backward, _empty_collect_gradients)
-token_spread_weighted = define(_token_spread_weighted, _empty_spread)
+token_spread_weighted = define(
+    _token_spread_weighted, lambda x, index, weights, rows: x.new_empty(rows, x.shape[1])
+)
 token_spread = define(
     _token_spread,
-    lambda x, index: _empty_spread(x, index),
+    lambda x, index, rows: x.new_empty(rows, x.shape[1]),
     save=_save_spread,
     backward=_spread_backward,
     twice=_spread_backward,

@@ -26,12 +26,14 @@ class Exchange:
         tokens: the token in each row that this rank sends, int64 [S].
         sent, received: the number of rows for, and from, each rank of the group.
         group: the ranks among which experts are spread.
+        visits: the number of visits of the rows that come here; None: nobody knows it.
     """
 
     tokens: Tensor
     sent: list[int]
     received: list[int]
     group: dist.ProcessGroup
+    visits: int | None
 
     def there(self, rows: Tensor) -> Tensor:
         """Send rows [S, ...] to the ranks of their experts; returns those that came here, [R, ...]."""
@@ -52,15 +54,16 @@ class Exchange:
 
 
 def exchange_of(rows: Rows, group: dist.ProcessGroup) -> Exchange:
-    """Tell all ranks how many rows come to them. The host waits for both numbers."""
+    """Tell all ranks how many rows and visits come to them. The host waits for the numbers, once."""
     if not has_values(rows.counts):
         count, remainder = divmod(len(rows.tokens), group.size())
         counts = [count + (rank < remainder) for rank in range(group.size())]
-        return Exchange(rows.tokens, counts, counts, group)
-    received = torch.empty_like(rows.counts)
-    all_to_all_into(received, rows.counts, group)
-    sent, arriving = torch.stack([rows.counts, received]).tolist()
-    return Exchange(rows.tokens, sent, arriving, group)
+        return Exchange(rows.tokens, counts, counts, group, None)
+    counts = torch.stack([rows.counts, rows.visits], 1)
+    received = torch.empty_like(counts)
+    all_to_all_into(received, counts, group)
+    sent, _, arriving, visits = torch.cat([counts, received], 1).t().tolist()
+    return Exchange(rows.tokens, sent, arriving, group, sum(visits))
 
 
 class _Dispatch(torch.autograd.Function):

@@ -16,16 +16,19 @@ from cai_tensor_parallel.experts.exchange import combine, dispatch, exchange_of,
 from cai_tensor_parallel.experts.finding import ExpertsRole
 from cai_tensor_parallel.experts.routes import Part, choices_of, rows_of, share_of
 
-ExpertMaths = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
-"""What a layer computes with the experts it holds: (layer, tokens [R, D], ids [R, K], weights [R, K]) to [R, D].
+ExpertMaths = Callable[[nn.Module, Tensor, Tensor, Tensor, int | None], Tensor]
+"""What a layer computes with its experts: (layer, tokens [R, D], ids [R, K], weights [R, K], visits) to [R, D].
 
-The sum over a token's choices. Ids count the experts that are held, from 0; -1 stands for one that is not.
+The sum over a token's choices. Ids count the experts that are held, from 0; -1 stands for one that is not. `visits` is
+the number of ids but -1, or None where the host does not know it.
 """
 
 
-def own_forward(layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def own_forward(
+    layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor, visits: int | None = None
+) -> Tensor:
     """Compute by the forward of the layer's class, which is given one choice a row: the plain form of `ExpertMaths`."""
-    row, choice = choices_of(ids)
+    row, choice = choices_of(ids, visits)
     chosen_ids, chosen_weights = ids[row, choice, None], weights[row, choice, None]
     outputs = type(layer).forward(layer, tokens[row], chosen_ids, chosen_weights).flatten(1)
     width = outputs.shape[-1]
@@ -59,9 +62,10 @@ class Spread:
             own_ids = exchange.there(rows.ids)
         own_weights = exchange.there(rows.weights(weights))
         tokens = dispatch(hidden, exchange)
-        output = (
-            maths(layer, tokens, own_ids, own_weights) if len(tokens) else nothing(layer, tokens, own_weights)
-        )
+        if len(tokens):
+            output = maths(layer, tokens, own_ids, own_weights, exchange.visits)
+        else:
+            output = nothing(layer, tokens, own_weights)
         output = meet(output.to(hidden.dtype), exchange)
         return reduce_from(combine(output, len(hidden), exchange), self.copies)
 

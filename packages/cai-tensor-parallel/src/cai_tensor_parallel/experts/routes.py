@@ -39,11 +39,13 @@ class Rows:
         tokens: the number of the token in each row, int64 [S]; those for one rank are in order.
         ids: the experts each visits there, as its part counts them from 0; -1 for experts of others, int64 [S, K].
         counts: the number of rows for each rank, int64 [ranks], on the device.
+        visits: the number of visits there, which are ids but -1, int64 [ranks], on the device.
     """
 
     tokens: Tensor
     ids: Tensor
     counts: Tensor
+    visits: Tensor
 
     def weights(self, weights: Tensor) -> Tensor:
         """Return the weights of each row's choices, [S, K], from those of all tokens, [T, K]."""
@@ -71,7 +73,8 @@ def rows_of(ids: Tensor, parts: list[Part], among: tuple[int, int] | None = None
     rank, tokens = visits.nonzero(as_tuple=True)
     chosen, first, last = ids[tokens], first[rank, None], last[rank, None]
     is_own = (chosen >= first) & (chosen < last)
-    return Rows(tokens, torch.where(is_own, chosen - first, -1), visits.sum(1))
+    visit_counts = torch.zeros_like(bounds[:, 0]).index_add(0, rank, is_own.sum(1))
+    return Rows(tokens, torch.where(is_own, chosen - first, -1), visits.sum(1), visit_counts)
 
 
 def share_of(tokens: int, index: int, ranks: int) -> tuple[int, int]:
@@ -79,15 +82,17 @@ def share_of(tokens: int, index: int, ranks: int) -> tuple[int, int]:
     return tokens * index // ranks, tokens * (index + 1) // ranks
 
 
-def choices_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+def choices_of(ids: Tensor, visits: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the row and the column of each id that is an expert's, both int64 [N]; `ids` [R, K], -1 for no expert.
 
-    The host waits for their number.
+    The host waits for their number where `visits` does not say it.
     """
-    if has_values(ids):
-        row, column = (ids >= 0).nonzero(as_tuple=True)
-        return row, column
-    places = torch.arange(ids.numel(), device=ids.device)
+    if not has_values(ids):
+        places = torch.arange(ids.numel(), device=ids.device)
+    elif visits is None:
+        places = (ids >= 0).flatten().nonzero()[:, 0]
+    else:
+        places = (ids < 0).flatten().sort(stable=True).indices[:visits]
     return places // ids.shape[1], places % ids.shape[1]
 
 
@@ -102,5 +107,7 @@ def _balanced(ids: Tensor, ranks: int, among: tuple[int, int] | None) -> Rows:
     tokens = tokens if among is None else among[1] - among[0]
     visits = math.ceil(ranks * (1 - (1 - 1 / ranks) ** choices))
     rows = torch.zeros(tokens * visits, dtype=torch.int64, device=device)
-    own_ids = torch.zeros(len(rows), math.ceil(choices / visits), dtype=torch.int64, device=device)
-    return Rows(rows, own_ids, torch.zeros(ranks, dtype=torch.int64, device=device))
+    # made of ids, so that a graph that is planned takes them for what they are, tensors without values
+    own_ids = (ids[:1, :1] * 0).expand(len(rows), math.ceil(choices / visits)).contiguous()
+    counts = torch.zeros(ranks, dtype=torch.int64, device=device)
+    return Rows(rows, own_ids, counts, counts)
