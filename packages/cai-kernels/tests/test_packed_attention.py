@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,16 @@ def test_a_frontend_that_does_not_start_is_left_alone(monkeypatch, tmp_path):
         monkeypatch.setattr(packed_graphs.importlib.util, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, "cudnn", None)
         assert "does not start" in packed_graphs.why_not_installed()
+        for version, backend, reason in (
+            ("1.24.0", 91900, "frontend 1.24.0 is older than 1.28"),
+            ("1.28.0", 90500, "cuDNN 90500 is older"),
+            ("1.32.0", 91900, None),
+        ):
+            packed_graphs.why_not_installed.cache_clear()
+            installed = SimpleNamespace(__version__=version, backend_version=lambda backend=backend: backend)
+            monkeypatch.setitem(sys.modules, "cudnn", installed)
+            found = packed_graphs.why_not_installed()
+            assert found is reason or reason in found
     finally:
         packed_graphs.why_not_installed.cache_clear()
 

@@ -18,6 +18,8 @@ import torch
 
 OLDEST = 91000
 """The oldest version of cuDNN that is asked, as its library numbers it."""
+OLDEST_FRONTEND = (1, 28)
+"""The oldest version of its frontend: 1.24 cannot build the gradients of key heads that are shared (cuDNN 9.19)."""
 KEPT = 256
 """The most graphs that are kept."""
 
@@ -64,9 +66,13 @@ def why_not_installed() -> str | None:
     if importlib.util.find_spec("cudnn") is None:
         return "nvidia-cudnn-frontend is not installed (pip install cai-kernels[cudnn])"
     try:
-        version = importlib.import_module("cudnn").backend_version()
+        frontend = importlib.import_module("cudnn")
+        version = frontend.backend_version()
+        numbers = tuple(int(number) for number in frontend.__version__.split(".")[:2])
     except Exception as error:  # whatever keeps a library from being opened
         return f"cuDNN's frontend does not start: {error}"
+    if numbers < OLDEST_FRONTEND:
+        return f"cuDNN's frontend {frontend.__version__} is older than {'.'.join(map(str, OLDEST_FRONTEND))}"
     return None if version >= OLDEST else f"cuDNN {version} is older than {OLDEST}"
 
 
