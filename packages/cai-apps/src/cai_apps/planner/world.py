@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from cai_mesh.comm import MeshSpec, build_mesh
-from cai_mesh.comm.groups import AnyMesh
+from cai_mesh.comm import AnyMesh, MeshSpec, build_mesh
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from cai_kernels.ops import define
 
 OFFSETS = (graphs.Q_OFFSETS, graphs.K_OFFSETS, graphs.V_OFFSETS, graphs.OUT_OFFSETS, graphs.LSE_OFFSETS)
 BACKWARD_OFFSETS = (graphs.DOUT_OFFSETS, graphs.DKV_OFFSETS)
+LEAST = 16
+"""The fewest tokens; cuDNN has no graph of one."""
 MOST = 2**31 - 1
 """The last element that an offset of 32 bits reaches."""
 
@@ -34,8 +36,8 @@ def why_not_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         return reason
     if query.shape[-1] > 128 or value.shape[-1] != query.shape[-1]:
         return f"head dims {query.shape[-1]} and {value.shape[-1]}; cuDNN takes equal ones up to 128"
-    if not query.numel() or not key.numel():
-        return "there are no tokens"
+    if query.shape[0] < LEAST:
+        return f"fewer than {LEAST} tokens"
     if query.numel() > MOST:
         return "offsets of more than 32 bits"
     if torch.are_deterministic_algorithms_enabled():

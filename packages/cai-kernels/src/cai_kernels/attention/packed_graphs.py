@@ -233,15 +233,14 @@ def _draw(graph: Any, packed: Packed) -> None:
         "diagonal_band_left_bound": packed.window,
         "diagonal_band_right_bound": 0,
     }
-    if not packed.backward:
-        results = graph.sdpa(name="attention", generate_stats=True, **options)
-        numbers = (OUT, LSE)
-    else:
+    if packed.backward:
         options |= {"o": drawing.put_in(OUT), "dO": drawing.put_in(DOUT), "stats": drawing.put_in(LSE)}
         options |= {"max_total_seq_len_q": packed.tokens, "max_total_seq_len_kv": packed.tokens}
-        results = graph.sdpa_backward(name="gradients", **options)
-        numbers = (DQ, DK, DV)
-    for number, tensor in zip(numbers, results, strict=True):
+        outputs = dict(zip((DQ, DK, DV), graph.sdpa_backward(name="gradients", **options), strict=True))
+    else:
+        attention = graph.sdpa(name="attention", generate_stats=True, **options)
+        outputs = dict(zip((OUT, LSE), attention, strict=True))
+    for number, tensor in outputs.items():
         drawing.take_out(number, tensor)
 
 
