@@ -120,11 +120,8 @@ def out_of_turn(cases: list[dict[str, object]]) -> list[bool]:
     ]
     if len(axes) < 2 or math.prod(max(axis) + 1 for axis in axes) != len(cases):
         return [False] * len(cases)
-    lengths = [max(axis) + 1 for axis in axes]
-    sums = [
-        sum(lengths) - length - (len(axes) - 1) + 1 for length in lengths
-    ]  # of the places on all other axes
-    turns = min(MOST, *sums)
+    steps = [max(axis) for axis in axes]
+    turns = min(MOST, sum(steps) - max(steps) + 1)  # no more than sums of places there are beside any option
     return [sum(places) % turns > 0 for places in zip(*axes, strict=True)]
 
 

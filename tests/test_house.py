@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import itertools
+import math
 import re
 import subprocess
 import sys
@@ -239,6 +241,17 @@ def test_long_cases_are_told_by_name(case, matches, pytestconfig):
 def test_cases_take_turns(indices, waits, pytestconfig):
     house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "out_of_turn"))
     assert house_conftest.out_of_turn(indices) == waits
+
+
+@pytest.mark.parametrize(
+    "lengths", [(2, 2), (2, 9), (3, 4), (8, 8), (2, 2, 2), (2, 3, 5), (4, 1, 6), (2, 2, 2, 3)]
+)
+def test_every_option_keeps_a_turn(lengths, pytestconfig):
+    house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "out_of_turn"))
+    cases = [dict(enumerate(places)) for places in itertools.product(*map(range, lengths))]
+    stay = [case for case, waits in zip(cases, house_conftest.out_of_turn(cases), strict=True) if not waits]
+    assert all({case[axis] for case in stay} == {*range(length)} for axis, length in enumerate(lengths))
+    assert len(stay) <= math.ceil(len(cases) / 2)
 
 
 def test_every_suite_has_a_budget():

@@ -54,6 +54,9 @@ PACKAGES = (
 EXAMPLES = ("transformers>=5", "accelerate", "peft", "lightning-fabric")
 """What the scripts of examples/, and so their tests, need beside the packages."""
 
+ON_GPUS = ("cudnn",)
+"""Extras of packages that are of use on GPUs alone."""
+
 TESTED_TORCH = "2.13.0"
 
 
@@ -201,14 +204,21 @@ def link_torch(session: nox.Session, *, third_party: bool = False) -> Path:
     return constraints
 
 
+def _extras(parsed: dict) -> dict[str, list[str]]:
+    return parsed["project"].get("optional-dependencies", {})
+
+
 def third_party_requirements() -> list[str]:
-    """All that packages, their extras and their tests, and the examples declare, but for torch and each other."""
+    """All that packages, their extras and their tests, and the examples declare, but for torch and each other.
+
+    Extras of `ON_GPUS` are left out: they bring libraries that no CPU can use.
+    """
     declared = [*EXAMPLES, "hatchling", "editables"]
     for package in PACKAGES:
         parsed = project(package)
         lists = [
             parsed["project"]["dependencies"],
-            *parsed["project"].get("optional-dependencies", {}).values(),
+            *(lines for name, lines in _extras(parsed).items() if name not in ON_GPUS),
         ]
         declared += [line for lines in [*lists, parsed["dependency-groups"]["test"]] for line in lines]
     return sorted({line for line in declared if Requirement(line).name not in {*PACKAGES, "torch"}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,8 @@ def one_by_one(starts, **options):
 
 def stand_in(graph, memory):
     """What a graph computes, from the memory of its tensors and the offsets and strides that it is told."""
+    assert min(*graph.token_strides, *graph.head_strides) > 0  # nothing lies on anything else
+    assert max(map(max, (memory[number].tolist() for number in packed.OFFSETS))) <= packed.MOST
     lengths = memory[packed_graphs.LENGTHS].tolist()
     assert len(lengths) == graph.sequences
     assert sum(lengths) <= graph.tokens
@@ -121,10 +124,15 @@ def test_memory_of_any_strides(monkeypatch):
     q, k, v, _, starts = tensors(LENGTHS["mixed"])
     heads_first = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
     odd = [torch.cat([t, t[..., :1]], -1)[..., :-1] for t in (q, k, v)]
+    far = [torch.empty_strided(t.shape, (2**10, 16, 1)).copy_(t) for t in (q, k, v)]
+    monkeypatch.setattr(packed, "MOST", 2**16)  # so that `far` reaches beyond it
     want = one_by_one(starts, scale=0.3)(q, k, v)
-    for strided in (heads_first, odd):
+    for strided in (heads_first, odd, far):
         got = packed.packed_attention(*strided, starts, scale=0.3, window=None)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    shared = [q, k[:, :1].expand(-1, 2, -1), v[:, :1].expand(-1, 2, -1)]  # one head for all, as before groups
+    got = packed.packed_attention(*shared, starts, scale=0.3, window=None)
+    torch.testing.assert_close(got, one_by_one(starts, scale=0.3)(*shared), rtol=1e-4, atol=1e-5)
     inputs = [t.detach().requires_grad_() for t in (q, k, v)]
     out = packed.packed_attention(*inputs, starts, scale=0.3, window=None)
     expanded = torch.autograd.grad(out.sum(), inputs)  # a gradient that is one number
@@ -144,17 +152,21 @@ def test_one_graph_serves_many_lengths():
 
 
 def test_what_cudnn_is_not_asked_for(monkeypatch):
-    q, k, v, *_ = tensors((8,), dtype=torch.bfloat16)
-    assert "before Hopper" in packed.why_not_packed(q, k, v)
+    q, k, v, *_ = tensors((16,), dtype=torch.bfloat16)
+    assert packed.why_not_packed(q, k, v) == "tensors are on cpu"
     q, k, v = (torch.empty_like(t, device="meta") for t in (q, k, v))
-    monkeypatch.setattr(packed, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(packed, "capability", lambda device: (8, 9))
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    assert "older than Hopper" in packed.why_not_packed(q, k, v)
+    monkeypatch.setattr(packed, "capability", lambda device: (9, 0))
     monkeypatch.setattr(packed_graphs, "why_not_installed", lambda: "not installed")
     assert packed.why_not_packed(q, k, v) == "not installed"
     monkeypatch.setattr(packed_graphs, "why_not_installed", lambda: None)
     assert packed.why_not_packed(q, k, v) is None
-    assert "32 bits" in packed.why_not_packed(q.as_strided(q.shape, (2**28, 16, 1)), k, v)
-    assert "no tokens" in packed.why_not_packed(q[:0], k[:0], v[:0])
+    assert "32 bits" in packed.why_not_packed(torch.empty(2**25, 4, 16, device="meta"), k, v)
+    wide = torch.empty(16, 4, 160, device="meta")
+    assert "up to 128" in packed.why_not_packed(wide, wide, wide)
+    assert all("fewer than 16" in packed.why_not_packed(q[:n], k[:n], v[:n]) for n in (0, 1, 15))
     torch.use_deterministic_algorithms(True)
     try:
         assert "deterministic" in packed.why_not_packed(q, k, v)
@@ -162,7 +174,7 @@ def test_what_cudnn_is_not_asked_for(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_frontend_that_does_not_start_is_left_alone(monkeypatch, tmp_path):
+def test_a_frontend_that_does_not_start_is_left_alone(monkeypatch):
     packed_graphs.why_not_installed.cache_clear()
     try:
         monkeypatch.setattr(packed_graphs.importlib.util, "find_spec", lambda name: None)
@@ -171,6 +183,16 @@ def test_a_frontend_that_does_not_start_is_left_alone(monkeypatch, tmp_path):
         monkeypatch.setattr(packed_graphs.importlib.util, "find_spec", lambda name: object())
         monkeypatch.setitem(sys.modules, "cudnn", None)
         assert "does not start" in packed_graphs.why_not_installed()
+        for version, backend, reason in (
+            ("1.24.0", 91900, "frontend 1.24.0 is older than 1.28"),
+            ("1.28.0", 90500, "cuDNN 90500 is older"),
+            ("1.32.0", 91900, None),
+        ):
+            packed_graphs.why_not_installed.cache_clear()
+            installed = SimpleNamespace(__version__=version, backend_version=lambda backend=backend: backend)
+            monkeypatch.setitem(sys.modules, "cudnn", installed)
+            found = packed_graphs.why_not_installed()
+            assert found is reason or reason in found
     finally:
         packed_graphs.why_not_installed.cache_clear()
 
@@ -188,6 +210,7 @@ HEADS = [
     (8, 1, 128, torch.bfloat16),
     (6, 2, 96, torch.bfloat16),
     (2, 2, 16, torch.float16),
+    *((4, 2, width, torch.bfloat16) for width in (8, 24, 40, 72, 80, 112, 120)),
 ]
 
 
@@ -221,6 +244,22 @@ def test_on_the_gpu(heads, key_heads, width, dtype, window):
         own, compiled_own, peer = ((g.double() - want).norm() / want.norm() for g in got)
         assert own < 1.05 * peer
         assert compiled_own < 1.05 * peer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (2000,), (0, 0, 7)])
+def test_odd_sizes_and_shared_heads_on_the_gpu(lengths):
+    if (reason := packed_graphs.why_not_installed()) is not None:
+        pytest.skip(reason)
+    q, k, v, dout, starts = tensors(lengths, 8, 8, 128, torch.bfloat16, "cuda")
+    for one in (slice(None), slice(0, 1)):  # each head its own, and one expanded for all
+        inputs = [q, *(t[:, one].expand(-1, 8, -1) for t in (k, v))]
+        exact = results(one_by_one(starts, scale=0.1), [t.double() for t in inputs], [dout.double()])
+        ours = results(
+            lambda q, k, v: varlen_attention(q, k, v, starts, causal=True, scale=0.1), inputs, [dout]
+        )
+        for got, want in zip(ours, exact, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

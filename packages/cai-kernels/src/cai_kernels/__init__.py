@@ -11,6 +11,7 @@ from cai_kernels.attention import (
     explain_attention,
     merge_attention,
     varlen_attention,
+    why_not_packed,
 )
 from cai_kernels.backend import Backend, choose, planning_for, plans_kernels, why_not_triton
 from cai_kernels.cross_entropy import (
@@ -148,5 +149,6 @@ __all__ = [
     "token_permute",
     "token_unpermute",
     "varlen_attention",
+    "why_not_packed",
     "why_not_triton",
 ]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cai_mesh.comm import MeshSpec, build_mesh
+from cai_mesh.comm import AnyMesh, MeshSpec, build_mesh
 
 
 @contextmanager
-def imaginary_rank(spec: MeshSpec, rank: int) -> Iterator[DeviceMesh]:
+def imaginary_rank(spec: MeshSpec, rank: int) -> Iterator[AnyMesh]:
     """The mesh of `spec` as rank `rank` of it would see it. torch.distributed must not be initialized yet."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -116,16 +116,18 @@ def kernels() -> Rows:
     """Which form of cai_kernels runs, and what attention would run at a usual shape."""
     import torch
 
-    from cai_kernels import explain_attention, why_not_triton
+    from cai_kernels import explain_attention, why_not_packed, why_not_triton
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reason = why_not_triton(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, kv = (torch.empty(1, heads, 128, 128, dtype=dtype, device=device) for heads in (32, 8))
     choice = explain_attention(q, kv, kv, causal=True)
+    why_not_cudnn = why_not_packed(*(tensor[0].transpose(0, 1) for tensor in (q, kv, kv)))
     return [
         ("auto runs", "triton" if reason is None else f"plain torch: {reason}"),
         ("attention", f"{choice.backend}: {choice.reason}"),
+        ("packed rows", "cudnn" if why_not_cudnn is None else f"without cuDNN: {why_not_cudnn}"),
     ]
 
 

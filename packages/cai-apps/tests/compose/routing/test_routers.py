@@ -72,6 +72,29 @@ def test_a_router_is_found_beside_experts():
     assert torch.equal(router.choice(logits), logits.view(6, 5).topk(2).indices)
 
 
+class Recurrence(nn.Module):
+    """A matrix a head, and a layer with a row for each head; nothing here counts experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.heads = nn.Module(), nn.Linear(6, 5)
+        self.gates.weight = nn.Parameter(torch.randn(5, 6, 6))
+
+
+class Hybrid(nn.Module):
+    """A convolution over 5 channels beside a layer of 5 rows, in a block that says how many experts there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.steps = nn.Conv1d(5, 5, 4, groups=5), nn.Linear(6, 5)
+        self.num_experts = self.top_k = 5
+
+
+@pytest.mark.parametrize("block", [Recurrence, Hybrid])
+def test_stacks_that_are_no_experts(block):
+    assert routers_of(nn.Sequential(block())) == []
+
+
 @pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "falcon_mamba", "bamba", "xlstm"])
 def test_convolutions_and_recurrences_are_no_experts(kind):
     """A convolution over channels is a stack of matrices too, and a layer beside it may have a row for each."""

@@ -18,6 +18,8 @@ import torch
 
 OLDEST = 91000
 """The oldest version of cuDNN that is asked, as its library numbers it."""
+OLDEST_FRONTEND = (1, 28)
+"""The oldest version of its frontend: 1.24 cannot build the gradients of key heads that are shared (cuDNN 9.19)."""
 KEPT = 256
 """The most graphs that are kept."""
 
@@ -64,9 +66,13 @@ def why_not_installed() -> str | None:
     if importlib.util.find_spec("cudnn") is None:
         return "nvidia-cudnn-frontend is not installed (pip install cai-kernels[cudnn])"
     try:
-        version = importlib.import_module("cudnn").backend_version()
+        frontend = importlib.import_module("cudnn")
+        version = frontend.backend_version()
+        numbers = tuple(int(number) for number in frontend.__version__.split(".")[:2])
     except Exception as error:  # whatever keeps a library from being opened
         return f"cuDNN's frontend does not start: {error}"
+    if numbers < OLDEST_FRONTEND:
+        return f"cuDNN's frontend {frontend.__version__} is older than {'.'.join(map(str, OLDEST_FRONTEND))}"
     return None if version >= OLDEST else f"cuDNN {version} is older than {OLDEST}"
 
 
@@ -114,7 +120,7 @@ def _graph(packed: Packed) -> tuple[Any, int]:
         compute_data_type=single,
         handle=_handle(packed.device),
     )
-    (_add_backward if packed.backward else _add_forward)(graph, packed)
+    _draw(graph, packed)
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A])
@@ -123,133 +129,119 @@ def _graph(packed: Packed) -> tuple[Any, int]:
     return graph, graph.get_workspace_size()
 
 
-def _add_forward(graph: Any, packed: Packed) -> None:
-    query, key, value = _inputs(graph, packed)
-    out, lse = graph.sdpa(
-        name="attention", q=query, k=key, v=value, generate_stats=True, **_options(graph, packed)
-    )
-    heads, width = packed.heads, packed.width
-    offsets, lse_offsets = (_offsets(graph, packed, number) for number in (OUT_OFFSETS, LSE_OFFSETS))
-    _describe(out, packed, OUT, (heads, width), (heads * width, width), offsets, packed.dtype)
-    _describe(lse, packed, LSE, (heads, 1), (heads, 1), lse_offsets, torch.float32)
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of a graph, and how it lies in memory.
+
+    Args:
+        number: its number.
+        offsets: the number of the offsets at which sequences begin in it.
+        heads, width: its heads and their features.
+        strides: elements between two tokens, and between two heads.
+        dtype: its dtype.
+    """
+
+    number: int
+    offsets: int
+    heads: int
+    width: int
+    strides: tuple[int, int]
+    dtype: torch.dtype
 
 
-def _add_backward(graph: Any, packed: Packed) -> None:
+def _places(packed: Packed) -> dict[int, _Place]:
+    """Return all tensors of a graph by number; those made here lie one token after the other."""
     heads, key_heads, width = packed.heads, packed.key_heads, packed.width
-    query, key, value = _inputs(graph, packed)
-    numbers = (OUT_OFFSETS, LSE_OFFSETS, DOUT_OFFSETS, DKV_OFFSETS)
-    offsets, lse_offsets, dout_offsets, key_offsets = (_offsets(graph, packed, number) for number in numbers)
-    dout_strides = (packed.token_strides[3], packed.head_strides[3])
-    out = _tensor(graph, packed, OUT, (heads, width), (heads * width, width), offsets, packed.dtype)
-    dout = _tensor(graph, packed, DOUT, (heads, width), dout_strides, dout_offsets, packed.dtype)
-    lse = _tensor(graph, packed, LSE, (heads, 1), (heads, 1), lse_offsets, torch.float32)
-    dq, dk, dv = graph.sdpa_backward(
-        name="gradients", q=query, k=key, v=value, o=out, dO=dout, stats=lse, **_options(graph, packed),
-        max_total_seq_len_q=packed.tokens, max_total_seq_len_kv=packed.tokens,
-    )  # fmt: skip
-    _describe(dq, packed, DQ, (heads, width), (heads * width, width), offsets, packed.dtype)
-    for gradient, number in ((dk, DK), (dv, DV)):
-        _describe(
-            gradient,
-            packed,
-            number,
-            (key_heads, width),
-            (key_heads * width, width),
-            key_offsets,
-            packed.dtype,
+    strides = list(zip(packed.token_strides, packed.head_strides, strict=True))
+    rows, key_rows = (heads * width, width), (key_heads * width, width)
+    places = [
+        _Place(Q, Q_OFFSETS, heads, width, strides[0], packed.dtype),
+        _Place(K, K_OFFSETS, key_heads, width, strides[1], packed.dtype),
+        _Place(V, V_OFFSETS, key_heads, width, strides[2], packed.dtype),
+        _Place(OUT, OUT_OFFSETS, heads, width, rows, packed.dtype),
+        _Place(LSE, LSE_OFFSETS, heads, 1, (heads, 1), torch.float32),
+    ]
+    if packed.backward:
+        places += [
+            _Place(DOUT, DOUT_OFFSETS, heads, width, strides[3], packed.dtype),
+            _Place(DQ, OUT_OFFSETS, heads, width, rows, packed.dtype),
+            _Place(DK, DKV_OFFSETS, key_heads, width, key_rows, packed.dtype),
+            _Place(DV, DKV_OFFSETS, key_heads, width, key_rows, packed.dtype),
+        ]
+    return {place.number: place for place in places}
+
+
+class _Drawing:
+    """Adds the tensors of `_places` to a graph: `[sequences, heads, tokens, features]`, as cuDNN counts them."""
+
+    def __init__(self, graph: Any, packed: Packed):
+        self._graph, self._packed = graph, packed
+        self._tensors = _places(packed)
+        self._offsets: dict[int, Any] = {}
+
+    def column(self, number: int, length: int) -> Any:
+        """Return a column of int32 numbers, such as offsets and lengths."""
+        kind = _cudnn().data_type.INT32
+        shape, strides = [length, 1, 1, 1], [1, 1, 1, 1]
+        return self._graph.tensor(
+            name=f"column_{number}", dim=shape, stride=strides, data_type=kind, uid=number
         )
 
+    def put_in(self, number: int) -> Any:
+        """Return an input."""
+        place = self._tensors[number]
+        shape, strides = self._shape(place)
+        tensor = self._graph.tensor(
+            name=f"tensor_{number}", dim=shape, stride=strides, data_type=_kind(place.dtype), uid=number
+        )
+        tensor.set_ragged_offset(self._offsets_of(place))
+        return tensor
 
-def _inputs(graph: Any, packed: Packed) -> list[Any]:
-    """Return q, k and v."""
-    numbers = ((Q, Q_OFFSETS), (K, K_OFFSETS), (V, V_OFFSETS))
-    heads = (packed.heads, packed.key_heads, packed.key_heads)
-    strides = zip(packed.token_strides, packed.head_strides, strict=True)
-    return [
-        _tensor(graph, packed, number, (count, packed.width), lies, _offsets(graph, packed, at), packed.dtype)
-        for (number, at), count, lies in zip(numbers, heads, strides, strict=False)
-    ]
+    def take_out(self, number: int, tensor: Any) -> None:
+        """Say where a result goes."""
+        place = self._tensors[number]
+        shape, strides = self._shape(place)
+        tensor.set_uid(number).set_output(True).set_dim(shape).set_stride(strides)
+        tensor.set_data_type(_kind(place.dtype))
+        tensor.set_ragged_offset(self._offsets_of(place))
+
+    def _shape(self, place: _Place) -> tuple[list[int], list[int]]:
+        per_token, per_head = place.strides
+        tokens = self._packed.tokens
+        shape = [self._packed.sequences, place.heads, tokens, place.width]
+        return shape, [tokens * per_token, per_head, per_token, 1]
+
+    def _offsets_of(self, place: _Place) -> Any:
+        if place.offsets not in self._offsets:
+            self._offsets[place.offsets] = self.column(place.offsets, self._packed.sequences + 1)
+        return self._offsets[place.offsets]
 
 
-def _options(graph: Any, packed: Packed) -> dict[str, Any]:
-    """Return the arguments that forward and backward share: scale, lengths, and which keys a query sees."""
-    cudnn = _cudnn()
-    lengths = graph.tensor(
-        name="lengths",
-        dim=[packed.sequences, 1, 1, 1],
-        stride=[1, 1, 1, 1],
-        data_type=cudnn.data_type.INT32,
-        uid=LENGTHS,
-    )
-    return {
+def _draw(graph: Any, packed: Packed) -> None:
+    """Add attention, or its gradients, to an empty graph."""
+    drawing = _Drawing(graph, packed)
+    lengths = drawing.column(LENGTHS, packed.sequences)
+    options = {
+        "q": drawing.put_in(Q),
+        "k": drawing.put_in(K),
+        "v": drawing.put_in(V),
         "attn_scale": packed.scale,
         "use_padding_mask": True,
         "seq_len_q": lengths,
         "seq_len_kv": lengths,
-        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
+        "diagonal_alignment": _cudnn().diagonal_alignment.TOP_LEFT,
         "diagonal_band_left_bound": packed.window,
         "diagonal_band_right_bound": 0,
     }
-
-
-def _offsets(graph: Any, packed: Packed, number: int) -> Any:
-    return graph.tensor(
-        name=f"offsets_{number}",
-        dim=[packed.sequences + 1, 1, 1, 1],
-        stride=[1, 1, 1, 1],
-        data_type=_cudnn().data_type.INT32,
-        uid=number,
-    )
-
-
-def _tensor(
-    graph: Any,
-    packed: Packed,
-    number: int,
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    offsets: Any,
-    dtype: torch.dtype,
-) -> Any:
-    """Return an input of a graph.
-
-    Args:
-        graph, packed, number: the graph, what it is of, and the number of the input.
-        shape: heads and features.
-        strides: elements between two tokens, and between two heads.
-        offsets: the places at which sequences begin in it.
-        dtype: its dtype.
-    """
-    dims, steps = _dims(packed, shape, strides)
-    tensor = graph.tensor(name=f"tensor_{number}", dim=dims, stride=steps, data_type=_kind(dtype), uid=number)
-    tensor.set_ragged_offset(offsets)
-    return tensor
-
-
-def _describe(
-    output: Any,
-    packed: Packed,
-    number: int,
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    offsets: Any,
-    dtype: torch.dtype,
-) -> None:
-    """Say how a result of a graph lies in memory; the arguments are those of `_tensor`."""
-    dims, steps = _dims(packed, shape, strides)
-    output.set_uid(number).set_output(True).set_dim(dims).set_stride(steps).set_data_type(_kind(dtype))
-    output.set_ragged_offset(offsets)
-
-
-def _dims(packed: Packed, shape: tuple[int, int], strides: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """Return shape and strides as cuDNN wants them, [sequences, heads, tokens, features]."""
-    (heads, width), (per_token, per_head) = shape, strides
-    return [packed.sequences, heads, packed.tokens, width], [
-        packed.tokens * per_token,
-        per_head,
-        per_token,
-        1,
-    ]
+    if packed.backward:
+        options |= {"o": drawing.put_in(OUT), "dO": drawing.put_in(DOUT), "stats": drawing.put_in(LSE)}
+        options |= {"max_total_seq_len_q": packed.tokens, "max_total_seq_len_kv": packed.tokens}
+        outputs = dict(zip((DQ, DK, DV), graph.sdpa_backward(name="gradients", **options), strict=True))
+    else:
+        attention = graph.sdpa(name="attention", generate_stats=True, **options)
+        outputs = dict(zip((OUT, LSE), attention, strict=True))
+    for number, tensor in outputs.items():
+        drawing.take_out(number, tensor)
 
 
 def _kind(dtype: torch.dtype) -> Any:
