@@ -115,7 +115,9 @@ SPREAD = {
     "data2-experts2-selective": Case(data=2, experts=2, recompute="selective"),
     "data2-experts2-compiled": Case(data=2, experts=2, compile="on"),
     "data2-experts2-kernels": Case(data=2, experts=2, kernels="on"),
-    "data2-tensor2-experts2-kernels": Case(data=2, tensor=2, experts=2, zero=3, recompute="selective", kernels="on"),
+    "data2-tensor2-experts2-kernels": Case(
+        data=2, tensor=2, experts=2, zero=3, recompute="selective", kernels="on"
+    ),
     "replicate2-data2-experts2": Case(replicate=2, data=2, experts=2, zero=3, microbatches=2),
 }
 """With the experts of each layer spread over ranks."""

@@ -33,4 +33,6 @@ def report_experts(record: Swapped) -> None:
             reasons.setdefault(layer.reason, []).append(layer.name)
     for reason, names in reasons.items():
         if dist.get_rank() == 0:
-            warnings.warn(f"experts compute by their own forward in {', '.join(names)}: {reason}", stacklevel=2)
+            warnings.warn(
+                f"experts compute by their own forward in {', '.join(names)}: {reason}", stacklevel=2
+            )

@@ -24,6 +24,6 @@ def let_experts_compute(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
-            own: Any = copy.deepcopy(config, copies)
-            own._experts_implementation = "eager"
-            module.config = own
+            own_config: Any = copy.deepcopy(config, copies)
+            own_config._experts_implementation = "eager"
+            module.config = own_config

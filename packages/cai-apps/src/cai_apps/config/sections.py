@@ -151,7 +151,7 @@ class Train:
     kernels: Literal["auto", "on", "off"] = "auto"
     """cai_kernels in place of norms, rotary embeddings, gated activations and the loss, and the fastest of torch's
     operators for attention; auto: on GPUs, and where blocks are compiled for attention and the loss alone, whose logits
-    are then never whole."""
+    are then never whole. on: layers of experts too."""
     validate_every: Annotated[int, NATURAL] = 0
     """Steps between validations; 0: none."""
     validation_batches: Annotated[int, COUNT] = 4

@@ -16,7 +16,7 @@ _WHOLE = (torch.int32, torch.int64)
 
 
 def expert_layer(
-    x: torch.Tensor,
+    tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     up: torch.Tensor,
@@ -36,32 +36,32 @@ def expert_layer(
     weight can stand before the second product, which is linear (as in SonicMoE, arXiv:2512.14080).
 
     Args:
-        x: [T, D], float32, bfloat16 or float16 (the reference takes float64 too).
+        tokens: [T, D], float32, bfloat16 or float16 (the reference takes float64 too).
         ids: [T, K], int32 or int64, the experts of each token; one outside 0..E-1, such as -1, adds nothing.
         weights: [T, K], floating, the weight of each choice.
-        up: [E, D, F] in x's dtype, any strides, as in `grouped_matmul`.
-        down: [E, I, D] in x's dtype, any strides.
+        up: [E, D, F] in tokens's dtype, any strides, as in `grouped_matmul`.
+        down: [E, I, D] in tokens's dtype, any strides.
         gate: the function between the products: an `ExpertGate` (F = 2 I), or any differentiable function of rows, of
             [N, F] to [N, I].
-        up_bias: [E, F] in x's dtype. down_bias: [E, D] in x's dtype.
+        up_bias: [E, F] in tokens's dtype. down_bias: [E, D] in tokens's dtype.
         rows: the number of choices that are an expert's, where the host knows it; more take memory. None: T * K.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
-    Returns [T, D] in x's dtype. Differentiable, once, in all floating arguments; an expert without tokens has a
+    Returns [T, D] in tokens's dtype. Differentiable, once, in all floating arguments; an expert without tokens has a
     gradient of zeros. Raises `KernelError` naming the argument that does not fit.
     """
-    form = choose(backend, x.device)
-    _check(form, x, ids, weights, up, down)
-    _check_biases(x, up, down, up_bias, down_bias, gate)
+    form = choose(backend, tokens.device)
+    _check(form, tokens, ids, weights, up, down)
+    _check_biases(tokens, up, down, up_bias, down_bias, gate)
     rows = ids.numel() if rows is None else rows
     if not 0 <= rows <= ids.numel():
         raise KernelError("rows does not fit ids", got=rows, expected=f"0 to {ids.numel()}, T * K")
     if form == "triton" and isinstance(gate, ExpertGate):
         from cai_kernels.experts import layer
 
-        out = layer.expert_layer(x, ids, weights, up, down, up_bias, gate, rows, backend)
+        out = layer.expert_layer(tokens, ids, weights, up, down, up_bias, gate, rows, backend)
     else:
-        out = reference.expert_layer(x, ids, weights, up, down, gate, up_bias, rows, backend)
+        out = reference.expert_layer(tokens, ids, weights, up, down, gate, up_bias, rows, backend)
     return out if down_bias is None else out + _bias(ids, weights, down_bias)
 
 
@@ -77,30 +77,35 @@ def _bias(ids: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch
 
 
 def _check(
-    form: str, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    form: str,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
 ) -> None:
-    require("x", x, dtypes=_DTYPES if form == "triton" else (*_DTYPES, torch.float64))
-    require("ids", ids, dtypes=_WHOLE, like=x)
-    require("weights", weights, dtypes=(*_DTYPES, torch.float64), like=x)
-    if x.dim() != 2 or ids.dim() != 2 or len(ids) != len(x) or weights.shape != ids.shape:
+    require("tokens", tokens, dtypes=_DTYPES if form == "triton" else (*_DTYPES, torch.float64))
+    require("ids", ids, dtypes=_WHOLE, like=tokens)
+    require("weights", weights, dtypes=(*_DTYPES, torch.float64), like=tokens)
+    if tokens.dim() != 2 or ids.dim() != 2 or len(ids) != len(tokens) or weights.shape != ids.shape:
         raise KernelError(
-            "ids or weights do not fit x",
-            got=f"x {tuple(x.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}",
-            expected="x [T, D], ids [T, K], weights [T, K]",
+            "ids or weights do not fit tokens",
+            got=f"tokens {tuple(tokens.shape)}, ids {tuple(ids.shape)}, weights {tuple(weights.shape)}",
+            expected="tokens [T, D], ids [T, K], weights [T, K]",
         )
     for name, weight in (("up", up), ("down", down)):
-        require(name, weight, dtypes=(x.dtype,), like=x)
-    if up.dim() != 3 or down.dim() != 3 or up.shape[1] != x.shape[1] or down.shape[::2] != up.shape[:2]:
+        require(name, weight, dtypes=(tokens.dtype,), like=tokens)
+    if up.dim() != 3 or down.dim() != 3 or up.shape[1] != tokens.shape[1] or down.shape[::2] != up.shape[:2]:
         raise KernelError(
-            "up or down do not fit x",
-            got=f"x {tuple(x.shape)}, up {tuple(up.shape)}, down {tuple(down.shape)}",
-            expected="x [T, D], up [E, D, F], down [E, I, D]",
+            "up or down do not fit tokens",
+            got=f"tokens {tuple(tokens.shape)}, up {tuple(up.shape)}, down {tuple(down.shape)}",
+            expected="tokens [T, D], up [E, D, F], down [E, I, D]",
             fix="pass up.transpose(1, 2) where experts are held as [E, F, D]",
         )
 
 
 def _check_biases(
-    x: torch.Tensor,
+    tokens: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
@@ -110,7 +115,7 @@ def _check_biases(
     for name, bias, weight in (("up_bias", up_bias, up), ("down_bias", down_bias, down)):
         if bias is None:
             continue
-        require(name, bias, dtypes=(x.dtype,), like=x)
+        require(name, bias, dtypes=(tokens.dtype,), like=tokens)
         if bias.shape != weight.shape[::2]:
             raise KernelError(
                 f"{name} does not fit", got=tuple(bias.shape), expected=tuple(weight.shape[::2])

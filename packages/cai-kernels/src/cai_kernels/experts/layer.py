@@ -20,7 +20,7 @@ class _ExpertLayer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        tokens: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
         up: torch.Tensor,
@@ -31,19 +31,19 @@ class _ExpertLayer(torch.autograd.Function):
         backend: str,
     ) -> torch.Tensor:
         index, offsets = expert_order(ids, up.shape[0])
-        hidden = _product(token_spread(x, index, rows), up, offsets, backend)
+        hidden = _product(token_spread(tokens, index, rows), up, offsets, backend)
         by_row = weights_of_rows(weights, index, rows)
         expert = None if up_bias is None else experts_of_rows(offsets, rows)
         options = (gate.kind, gate.interleaved, gate.alpha, gate.limit)
         gated_rows = triton.expert_gate(hidden, by_row, up_bias, expert, *options)
-        ctx.save_for_backward(x, up, down, up_bias, index, offsets, by_row, expert, hidden)
+        ctx.save_for_backward(tokens, up, down, up_bias, index, offsets, by_row, expert, hidden)
         ctx.options, ctx.dtype, ctx.backend = options, weights.dtype, backend
         return token_collect(_product(gated_rows, down, offsets, backend), index, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Gradients:
-        x, up, down, up_bias, index, offsets, by_row, expert, hidden = ctx.saved_tensors
+        tokens, up, down, up_bias, index, offsets, by_row, expert, hidden = ctx.saved_tensors
         need_x, _, need_weights, need_up, need_down, need_bias, *_ = ctx.needs_input_grad
         rows = hidden.shape[0]
         dy = token_spread(dout.contiguous(), index, rows)
@@ -57,20 +57,20 @@ class _ExpertLayer(torch.autograd.Function):
         dbias = triton.sums_by_expert(dhidden, offsets) if need_bias else None
         dup = dx = None
         if need_up:
-            dup = _weight_product(token_spread(x, index, rows), dhidden, up, offsets, ctx.backend)
+            dup = _weight_product(token_spread(tokens, index, rows), dhidden, up, offsets, ctx.backend)
         if need_x:
             dx = token_collect(_product(dhidden, up.transpose(1, 2), offsets, ctx.backend), index, None)
         return dx, None, dweights, dup, ddown, dbias, None, None, None
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
-    return kernels_for(x, weight, backend).grouped_matmul(x, weight, offsets)  # type: ignore[no-any-return]
+def _product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    return kernels_for(rows, weight, backend).grouped_matmul(rows, weight, offsets)  # type: ignore[no-any-return]
 
 
 def _weight_product(
-    x: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
+    rows: torch.Tensor, dout: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    return kernels_for(x, weight, backend).grouped_matmul_weight(x, dout, weight, offsets)  # type: ignore[no-any-return]
+    return kernels_for(rows, weight, backend).grouped_matmul_weight(rows, dout, weight, offsets)  # type: ignore[no-any-return]
 
 
 def _by_choice(by_row: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _by_choice(by_row: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def expert_layer(
-    x: torch.Tensor,
+    tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     up: torch.Tensor,
@@ -92,6 +92,6 @@ def expert_layer(
     backend: str,
 ) -> torch.Tensor:
     """Compute a layer of experts in Triton but for the bias of its second product; arguments as in `expert_layer`."""
-    check_sizes(ids.shape[1], x.shape[1], up.shape[0])
-    arguments = (x.contiguous(), ids.contiguous(), weights, up, down, up_bias, gate, rows, backend)
+    check_sizes(ids.shape[1], tokens.shape[1], up.shape[0])
+    arguments = (tokens.contiguous(), ids.contiguous(), weights, up, down, up_bias, gate, rows, backend)
     return _ExpertLayer.apply(*arguments)  # type: ignore[no-any-return]

@@ -56,7 +56,7 @@ def weights_of_rows(weights: torch.Tensor, index: torch.Tensor, rows: int) -> to
 
 
 def expert_layer(
-    x: torch.Tensor,
+    tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     up: torch.Tensor,
@@ -67,11 +67,13 @@ def expert_layer(
     backend: Backend,
 ) -> torch.Tensor:
     """Compute a layer of experts but for the bias of its second product; arguments as in `cai_kernels.expert_layer`."""
-    permuted, offsets, index = token_permute(x, ids, up.shape[0], rows=rows, backend=backend)
+    permuted, offsets, index = token_permute(tokens, ids, up.shape[0], rows=rows, backend=backend)
     hidden = grouped_matmul(permuted, up, offsets, backend=backend)
     if up_bias is not None:
         hidden = hidden + embedding(experts_of_rows(offsets, rows), up_bias, backend=backend)
     by_row = weights_of_rows(weights, index, rows)[:, None]
     gated_rows = gate(hidden)
-    gated_rows = (gated_rows.to(torch.promote_types(gated_rows.dtype, by_row.dtype)) * by_row).to(x.dtype)
+    gated_rows = (gated_rows.to(torch.promote_types(gated_rows.dtype, by_row.dtype)) * by_row).to(
+        tokens.dtype
+    )
     return token_unpermute(grouped_matmul(gated_rows, down, offsets, backend=backend), index, backend=backend)

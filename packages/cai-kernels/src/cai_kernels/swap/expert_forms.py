@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class ExpertForm:
 
     Args:
         layout: its parameters.
-        gate: what stands between its products: a gate, or the name of its method, child or function.
+        gate: the function between its products: a gate, or the name of a method, child or function of the layer.
         guard: values of the layer that were read when it was tried.
         arguments: the names of its forward's arguments.
     """
@@ -64,35 +65,46 @@ class ExpertForm:
             return None
         return (*args, *(kwargs[name] for name in names))
 
-    def fits(self, layer: nn.Module, x: Any, ids: Any, weights: Any, backend: Backend) -> bool:
+    def fits(self, layer: nn.Module, tokens: Any, ids: Any, weights: Any, backend: Backend) -> bool:
         """Return whether a layer still computes this, and of these; no value of a tensor is looked at."""
-        if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in (x, ids, weights)):
+        if not all(
+            isinstance(tensor, torch.Tensor) and tensor.dim() == 2 for tensor in (tokens, ids, weights)
+        ):
             return False
         params = [layer._parameters.get(name) for name in self.layout.shapes(1, 1, 1)]
-        if any(p is None or p.dtype != x.dtype or hasattr(type(p), "placements") for p in params):
-            return False  # autocast, parameters that are computed, or DTensors
-        dtypes = DTYPES if choose(backend, x.device) == "triton" else (*DTYPES, torch.float64)
-        if x.dtype not in dtypes or ids.dtype not in (torch.int32, torch.int64) or ids.shape[1] > MAX_CHOICES:
+        if any(not _is_plain(param, tokens.dtype) for param in params):
             return False
-        if weights.dtype not in dtypes or torch.is_autocast_enabled(x.device.type) or transformed():
+        dtypes = DTYPES if choose(backend, tokens.device) == "triton" else (*DTYPES, torch.float64)
+        if (
+            tokens.dtype not in dtypes
+            or ids.dtype not in (torch.int32, torch.int64)
+            or ids.shape[1] > MAX_CHOICES
+        ):
+            return False
+        if weights.dtype not in dtypes or torch.is_autocast_enabled(tokens.device.type) or transformed():
             return False
         return self.guard.holds(layer) and not any(hooked(child) for child in layer.children())
 
     def compute(
         self,
         layer: nn.Module,
-        x: torch.Tensor,
+        tokens: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
         rows: int | None = None,
         backend: Backend = "auto",
     ) -> torch.Tensor:
-        """Compute the layer by `expert_layer`; x [T, D], ids and weights [T, K]. Returns [T, D]."""
+        """Compute the layer by `expert_layer`; tokens [T, D], ids and weights [T, K]. Returns [T, D]."""
         up, down = self.layout.matrices(layer)
         up_bias, down_bias = self.layout.biases(layer)
         gate = getattr(layer, self.gate) if isinstance(self.gate, str) else self.gate
         options: dict[str, Any] = {"gate": gate, "up_bias": up_bias, "down_bias": down_bias, "rows": rows}
-        return expert_layer(x, ids, weights, up, down, **options, backend=backend)
+        return expert_layer(tokens, ids, weights, up, down, **options, backend=backend)
+
+
+def _is_plain(param: nn.Parameter | None, dtype: torch.dtype) -> bool:
+    """Whether a parameter is one of that dtype: none is there where it is computed, and autocast would cast it."""
+    return param is not None and param.dtype == dtype and not hasattr(type(param), "placements")
 
 
 def expert_form(module: nn.Module) -> ExpertForm | str | None:
@@ -123,7 +135,7 @@ def expert_form(module: nn.Module) -> ExpertForm | str | None:
 def _unfit(module: nn.Module, layouts: list[ExpertLayout]) -> str | None:
     """The reason why a layer is not tried, or None."""
     if not layouts:
-        shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+        shapes = {name: tuple(param.shape) for name, param in module._parameters.items() if param is not None}
         return f"its parameters are not two matrices an expert, with or without biases: {shapes}"
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
         return "its children have parameters or buffers"
@@ -145,9 +157,9 @@ def _gates(module: nn.Module, layout: ExpertLayout) -> Iterator[ExpertGate | str
     if callable(getattr(type(module), "_apply_gate", None)):
         yield "_apply_gate"
     yield from (name for name, _ in module.named_children())
-    yield from (
-        n for n, v in vars(module).items() if callable(v) and not n.startswith("_") and n != "forward"
-    )
+    for name, value in vars(module).items():
+        if callable(value) and not name.startswith("_") and name != "forward":
+            yield name
 
 
 def _trials(
@@ -156,44 +168,42 @@ def _trials(
     """(layer, arguments, what its own forward and backward make of them) for each size of tokens and both modes."""
     random = torch.Generator().manual_seed(1)
     for scale, training in itertools.product(SCALES, (True, False)):
-        x = torch.randn(TOKENS, WIDE, generator=random, dtype=torch.float64) * scale
+        tokens = torch.randn(TOKENS, WIDE, generator=random, dtype=torch.float64) * scale
         second = torch.rand(TOKENS, EXPERTS - 2, generator=random).topk(CHOICES - 1).indices + 1
         ids = torch.cat([torch.zeros_like(second), second], 1)  # a capacity would show; none visits the last
         weights = torch.rand(TOKENS, CHOICES, generator=random, dtype=torch.float64)
         layer.train(training)
 
-        def own(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            return type(layer).forward(layer, x, ids, weights)
-
-        yield layer, (x, ids, weights), _results(own, layer, x, ids, weights)
+        own_forward = functools.partial(type(layer).forward, layer)
+        yield layer, (tokens, ids, weights), _outcome(own_forward, layer, tokens, ids, weights)
 
 
 def _agrees(
     form: ExpertForm, layer: nn.Module, arguments: tuple[torch.Tensor, ...], expected: list[torch.Tensor]
 ) -> bool:
-    def ours(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return form.compute(layer, x, ids, weights, backend="reference")
+    def by_kernels(tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return form.compute(layer, tokens, ids, weights, backend="reference")
 
     try:
-        results = _results(ours, layer, *arguments)
+        computed = _outcome(by_kernels, layer, *arguments)
     except Exception:  # a function of the layer that is no gate
         return False
     return all(
-        bool((ours_ - own).abs().max() <= TOLERANCE * own.abs().max().clamp(min=1e-30))
-        for ours_, own in zip(results, expected, strict=True)
+        bool((value - target).abs().max() <= TOLERANCE * target.abs().max().clamp(min=1e-30))
+        for value, target in zip(computed, expected, strict=True)
     )
 
 
-def _results(
-    call: Call, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+def _outcome(
+    call: Call, layer: nn.Module, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> list[torch.Tensor]:
     """The output, and the gradients of tokens, weights and every parameter."""
     with torch.enable_grad():
-        x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        output = call(x, ids, weights)
-        if output.shape != x.shape:
-            raise ValueError(f"an output of {tuple(output.shape)} for tokens of {tuple(x.shape)}")
+        tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = call(tokens, ids, weights)
+        if output.shape != tokens.shape:
+            raise ValueError(f"an output of {tuple(output.shape)} for tokens of {tuple(tokens.shape)}")
         direction = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)
-        leaves = [x, weights, *layer.parameters()]
+        leaves = [tokens, weights, *layer.parameters()]
         gradients = torch.autograd.grad((output * direction).sum(), leaves, materialize_grads=True)
     return [output.detach(), *gradients]

@@ -74,7 +74,8 @@ def counter_of(module: nn.Module) -> str | None:
     if len(counts) != 1 or len(arguments_of(module)) != ARGUMENTS:
         return None
     (experts,) = counts
-    return next((n for n, v in vars(module).items() if n.endswith("experts") and v == experts), None)
+    counters = (name for name, value in vars(module).items() if name.endswith("experts") and value == experts)
+    return next(counters, None)
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

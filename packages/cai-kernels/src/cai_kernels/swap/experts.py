@@ -35,11 +35,12 @@ def _forms(model: nn.Module, record: Swapped) -> list[tuple[str, nn.Module, Expe
         counter = counter_of(module)
         if counter is None:
             continue
-        shapes = tuple((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None)
-        alike = (type(module), shapes, guard_of(module, counter).attributes)
-        if alike not in tried:
-            tried[alike] = expert_form(module)
-        form = tried[alike]
+        params = module._parameters.items()
+        shapes = tuple((key, tuple(param.shape)) for key, param in params if param is not None)
+        kind = (type(module), shapes, guard_of(module, counter).attributes)
+        if kind not in tried:
+            tried[kind] = expert_form(module)
+        form = tried[kind]
         reason = taken(module) if isinstance(form, ExpertForm) else form
         if reason is not None:
             record.leave(name, "experts", reason)
@@ -63,8 +64,8 @@ class ExpertKernels:
     """Computes layers of experts for whoever runs them, as what spreads experts over ranks does.
 
     Args:
-        otherwise: what computes a layer whose form is not known, or not that of the arguments.
-        record: which layers run kernels, and which do not and why.
+        otherwise: computes a layer whose form is not known, or not that of the arguments.
+        record: the layers that run kernels, and those that do not with the reason.
         backend: the kernels' backend.
     """
 

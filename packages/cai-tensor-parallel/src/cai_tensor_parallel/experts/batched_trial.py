@@ -25,8 +25,8 @@ def verify_left_out(model: nn.Module, trial: Trial | SmallModel, name: str, role
     def leave_out(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         (rows,) = args
         places = visited_rows(rows, experts_of(layer, role), experts_of(layer, role))
-        kept = torch.zeros(len(rows), 1, dtype=rows.dtype).index_fill(0, places, 1.0)
-        return (_Passing.apply(rows, kept),)
+        visited = torch.zeros(len(rows), 1, dtype=rows.dtype).index_fill(0, places, 1.0)
+        return (_Passing.apply(rows, visited),)
 
     hook = layer.register_forward_pre_hook(leave_out)
     without = _gradients(model, trial)
@@ -51,11 +51,13 @@ def _gradients(model: nn.Module, trial: Trial | SmallModel) -> dict[str, Tensor]
 
 
 class _Passing(torch.autograd.Function):
+    """Rows as they are, whose gradients pass where they are visited."""
+
     @staticmethod
-    def forward(ctx, rows, kept):
-        ctx.kept = kept
+    def forward(ctx, rows, visited):
+        ctx.visited = visited
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * ctx.kept, None
+        return grad * ctx.visited, None

@@ -14,7 +14,7 @@ from cai_mesh.layout import layout_of
 from cai_tensor_parallel.experts.refusals import arguments_of, nothing_found
 
 Form = Literal["chosen", "batched"]
-"""What a layer of experts is called with.
+"""The arguments of the forward of a layer of experts.
 
 chosen: (tokens [T, D], ids [T, K], weights [T, K]). batched: (rows [E * T, D]) of all experts for all tokens.
 """
@@ -29,7 +29,7 @@ class ExpertsRole:
     Args:
         parameters: names, in the layer, of the parameters that are stacked by expert, [E, ...] each or [E * F, ...].
         count: the attribute of the layer that says E.
-        form: what it is called with.
+        form: the arguments of its forward, see `Form`.
     """
 
     parameters: tuple[str, ...]

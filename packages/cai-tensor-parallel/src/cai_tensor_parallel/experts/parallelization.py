@@ -61,8 +61,7 @@ def parallelize_experts(
     an expert view.
     """
     mesh = ParallelMesh.of(mesh)
-    degree = mesh.degree("ep")
-    if degree == 1:
+    if mesh.degree("ep") == 1:
         return model
     is_stage = hasattr(model, "cai_stages")
     roles = experts_here(model, plan) if is_stage else find_experts(model, plan)
@@ -73,26 +72,31 @@ def parallelize_experts(
     refresh(model)
     small = trial or trial_of(model, labelled=False)
     group = mesh.group("ep")
-    assert group is not None  # more than one rank
-    if small is not None:
+    if small is not None and group is not None:
         on_first_rank(group, lambda: verify_experts(small, plan) or {})
-    cutter, copies = Cutter.along(mesh, "ep"), mesh.group("tp")
+    visits = visits_of(getattr(model, "config", None))
     for name, role in roles.items():
-        layer = model.get_submodule(name)
-        over = Spread(group, tuple(parts_of(experts_of(layer, role), degree)), copies)
-        keep_own(layer, role, cutter)
-        reduce_among_copies(layer, role, mesh)
-        if role.form == "batched":
-            spread_batched(
-                layer, role, over, visits_of(getattr(model, "config", None)) or experts_of(layer, role)
-            )
-        else:
-            spread(layer, role, over, maths)
+        _spread(model.get_submodule(name), role, mesh, maths, visits)
     guard_state(model, CutState)
     guard_wrapping(model, mesh, "ep")
     follow_structure(model, _refuse_inside)
     show_gradients(model, mesh)
     return model
+
+
+def _spread(
+    layer: nn.Module, role: ExpertsRole, mesh: ParallelMesh, maths: ExpertMaths, visits: int | None
+) -> None:
+    """Cut a layer to this rank's experts, and let its forward compute with those of all ranks."""
+    experts, group = experts_of(layer, role), mesh.group("ep")
+    assert group is not None  # more than one rank
+    ranks = Spread(group, tuple(parts_of(experts, mesh.degree("ep"))), mesh.group("tp"))
+    keep_own(layer, role, Cutter.along(mesh, "ep"))
+    reduce_among_copies(layer, role, mesh)
+    if role.form == "batched":
+        spread_batched(layer, role, ranks, visits or experts)
+    else:
+        spread(layer, role, ranks, maths)
 
 
 def _refuse_inside(model: nn.Module, new: list[str]) -> None:

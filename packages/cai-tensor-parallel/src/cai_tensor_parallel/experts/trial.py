@@ -29,8 +29,8 @@ class _Call:
     """What a layer of experts was called with: tokens [T, D], ids [T, K], weights [T, K].
 
     Args:
-        places: of a batched layer, the rows of all experts that the tokens are, [T].
-        rows: the number of all rows.
+        places: the rows of a batched layer that the tokens are, [T].
+        rows: the number of its rows.
     """
 
     tokens: Tensor
@@ -40,9 +40,9 @@ class _Call:
     rows: int = 0
 
     @classmethod
-    def of(cls, layer: nn.Module, role: ExpertsRole, *given: Tensor) -> _Call:
+    def of(cls, layer: nn.Module, role: ExpertsRole, *arguments: Tensor) -> _Call:
         """The call of a layer with these tensors, which may have more dimensions."""
-        flat = [value.detach().flatten(0, -2) for value in given]
+        flat = [value.detach().flatten(0, -2) for value in arguments]
         if role.form == "chosen":
             return cls(*flat)
         (rows,), experts = flat, experts_of(layer, role)
