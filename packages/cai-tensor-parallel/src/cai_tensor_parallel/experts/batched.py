@@ -37,10 +37,15 @@ def visited_rows(rows: Tensor, experts: int, visits: int) -> Tensor:
 
 
 def batched_forward(
-    role: ExpertsRole, layer: nn.Module, tokens: Tensor, ids: Tensor, weights: Tensor
+    role: ExpertsRole,
+    layer: nn.Module,
+    tokens: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    visits: int | None = None,
 ) -> Tensor:
     """Compute by the forward of such a layer's class, an expert at a time: a form of `ExpertMaths` for each role."""
-    row, choice = choices_of(ids)
+    row, choice = choices_of(ids, visits)
     chosen = ids[row, choice]
     order = torch.argsort(chosen, stable=True)
     by_expert = tokens[row[order]].split(_sizes(chosen, experts_of(layer, role)))

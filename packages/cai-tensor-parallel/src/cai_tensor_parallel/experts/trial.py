@@ -142,7 +142,7 @@ def _summed(layers: list[nn.Module], experts: int, call: _Call, maths: ExpertMat
     total, rows = torch.zeros_like(call.tokens), rows_of(call.ids, parts_of(experts, PARTS))
     counts = rows.counts.tolist()
     for layer, tokens, own_ids in zip(layers, rows.tokens.split(counts), rows.ids.split(counts), strict=True):
-        output = maths(layer, call.tokens[tokens], own_ids, call.weights[tokens])
+        output = maths(layer, call.tokens[tokens], own_ids, call.weights[tokens], None)
         total = total.index_add(0, tokens, output)
     return call.among_all(total)
 
