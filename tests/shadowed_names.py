@@ -1,7 +1,8 @@
-"""The advertised names of a package that one of its modules takes: `python shadowed_names.py PACKAGE` prints them.
+"""The advertised names of packages that one of their modules takes: `python shadowed_names.py PACKAGE...` prints them.
 
 `import package.offload` makes `offload` of the package that module, also where the package advertises a function of
 this name. A module does so to the package that it lies in, so the modules of each package with an `__all__` are enough.
+Packages are named after those that they import: what is imported already has been looked at.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ def shadows(face: ModuleType) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(
-        *(line for face in list(faces(importlib.import_module(sys.argv[1]))) for line in shadows(face)),
-        sep="\n",
-    )
+    for package in sys.argv[1:]:
+        for face in list(faces(importlib.import_module(package))):
+            print(*shadows(face), sep="\n")

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import house, reach, side_by_side
+from tools.source_trees import SOURCES, tree_of
 
 ROOT = house.ROOT
 PACKAGES = sorted(path for path in (ROOT / "packages").iterdir() if (path / "pyproject.toml").exists())
@@ -120,11 +121,12 @@ def operators(tree: ast.AST) -> set[str]:
 
 
 def test_functions_fit_a_screen():
-    long = []
-    for path in ROOT.glob("packages/*/src/**/*.py"):
-        tree = ast.parse(path.read_text())
-        registered = set().union(*(operators(ast.parse(p.read_text())) for p in path.parent.glob("*.py")))
-        for function in functions(tree):
+    long, folders = [], {}
+    for path in SOURCES:
+        folders.setdefault(path.parent, set()).update(operators(tree_of(path)))
+    for path in SOURCES:
+        registered = folders[path.parent]
+        for function in functions(tree_of(path)):
             lines = function.end_lineno - function.lineno + 1
             kernel = any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list)
             many = arguments(function) > ARGUMENTS and function.name not in registered and not kernel
@@ -141,9 +143,8 @@ def test_nothing_is_left_for_later():
     assert not [
         str(path.relative_to(ROOT)) for path, text in sources.items() if any(word in text for word in words)
     ]
-    trees = {path: ast.walk(ast.parse(text)) for path, text in sources.items()}
     assert not [
-        str(path) for path, nodes in trees.items() if any(isinstance(node, ast.Global) for node in nodes)
+        str(path) for path in SOURCES if any(isinstance(node, ast.Global) for node in ast.walk(tree_of(path)))
     ]
 
 

@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import house
+from tools.source_trees import SOURCES, tree_of
 
 TESTS = Path(__file__).resolve().parent
 PACKAGES = TESTS.parent / "packages"
@@ -168,15 +169,8 @@ ROOMS = {
 }
 """What each room of a folder, or file beside the rooms, may import or name in a string of the others there. Each stands
 after those that it may import; in this order a stranger can read them."""
-SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 OPTIONAL = {"integrations": {"accelerate", "transformers", "lightning_fabric"}}
 """What files of such a folder may import beside: they are named after it, and nobody imports them for the user."""
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once."""
-    return ast.parse(path.read_text())
 
 
 def module_of(path: Path) -> str:
@@ -386,6 +380,7 @@ def has_tests(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
 
 
+@functools.cache
 def modules_of_tests() -> dict[Path, ast.Module]:
     """Every module of every folder of tests; those with tests, and those that tests share."""
     files = [*TESTS.rglob("*.py"), *PACKAGES.glob("*/tests/**/*.py")]

@@ -7,12 +7,16 @@ prints the counts, and `python tests/test_names.py vague FILE...` where those of
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.source_trees import SOURCES, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 VAGUE = {
@@ -106,25 +110,27 @@ def first_word(text: str) -> str:
     return match.group(1).lower() if match else ""
 
 
+@functools.cache
+def counted(path: Path) -> tuple[list[Place], list[Place]]:
+    """Return the names that a file binds, and its docstrings."""
+    return list(bound(tree_of(path))), list(docstrings(tree_of(path)))
+
+
 def occurrences(kind: str, path: Path) -> list[Place]:
     """Return where a file has what a budget counts."""
-    tree = ast.parse(path.read_text())
+    names, texts = counted(path)
     if kind in NAMES:
-        return [place for place in bound(tree) if NAMES[kind](place[1])]
+        return [place for place in names if NAMES[kind](place[1])]
     words = QUESTIONS if kind.endswith("question word") else PREPOSITIONS
     if kind.startswith("docstrings"):
-        return [(line, text.strip()[:80]) for line, text in docstrings(tree) if first_word(text) in words]
-    told = ((line, entry) for line, text in docstrings(tree) for entry in descriptions(text))
+        return [(line, text.strip()[:80]) for line, text in texts if first_word(text) in words]
+    told = ((line, entry) for line, text in texts for entry in descriptions(text))
     return [(line, entry) for line, entry in told if first_word(entry) in words]
-
-
-def sources() -> list[Path]:
-    return sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 
 @pytest.mark.parametrize("kind", BUDGETS)
 def test_the_count_is_within_its_budget(kind: str):
-    count = sum(len(occurrences(kind, path)) for path in sources())
+    count = sum(len(occurrences(kind, path)) for path in SOURCES)
     assert count <= BUDGETS[kind], f"{kind}: {count}; `python tests/test_names.py {kind!r} FILES` says where"
 
 
@@ -145,7 +151,7 @@ def test_the_count_sees_what_it_is_for(tmp_path: Path):
 
 if __name__ == "__main__":
     kind, files = (sys.argv[1], [Path(name) for name in sys.argv[2:]]) if len(sys.argv) > 1 else (None, [])
-    for path in (files or sources()) if kind else ():
+    for path in (files or SOURCES) if kind else ():
         print(*(f"{path}:{line}: {what}" for line, what in occurrences(str(kind), path)), sep="\n")
     for each in BUDGETS if kind is None else ():
         rows = {

@@ -155,7 +155,9 @@ def _give_sizes(model: nn.Module, dtype: torch.dtype) -> None:
         empty = torch.empty(tensor.shape, dtype=kind, device="cpu")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            empty.__dict__.update({k: v for k, v in tensor.__dict__.items() if k.startswith("cai_")})
+            empty.__dict__.update(
+                {name: value for name, value in tensor.__dict__.items() if name.startswith("cai_")}
+            )
         return empty
 
     for module in model.modules():

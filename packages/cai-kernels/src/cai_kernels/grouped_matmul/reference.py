@@ -25,7 +25,7 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
     if detect_fake_mode(offsets) is None and not offsets.is_meta:
         bounds = offsets.tolist()
     else:
-        bounds = [rows * e // weight.shape[0] for e in range(weight.shape[0] + 1)]
+        bounds = [rows * expert // weight.shape[0] for expert in range(weight.shape[0] + 1)]
     pieces = [x[first:end] @ weight[e] for e, (first, end) in enumerate(itertools.pairwise(bounds))]
     before = x.new_zeros(bounds[0], weight.shape[2])
     after = x.new_zeros(rows - bounds[-1], weight.shape[2])
