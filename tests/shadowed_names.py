@@ -39,4 +39,5 @@ def shadows(face: ModuleType) -> Iterator[str]:
 if __name__ == "__main__":
     for package in sys.argv[1:]:
         for face in list(faces(importlib.import_module(package))):
-            print(*shadows(face), sep="\n")
+            for line in shadows(face):
+                print(line)
