@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose.expert_adapters import file_key, file_shape, from_file, is_expert_adapter, to_file
 from cai_apps.compose.lora import full_tensors, is_adapter
 from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter, read_adapter
 from cai_mesh.checkpoint import NewDirectory, load_hf
@@ -31,12 +32,12 @@ def names_in_file(model: nn.Module) -> dict[str, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad:
             aliases.setdefault(param, []).append(name)
-    return {names[0]: [key_of(name) for name in names] for names in aliases.values()}
+    return {names[0]: [key_of(model, name) for name in names] for names in aliases.values()}
 
 
-def key_of(name: str) -> str:
-    """Return what a file calls a parameter of that name, after peft's prefix."""
-    return name.replace(".default.", ".")
+def key_of(model: nn.Module, name: str) -> str:
+    """Return what a file calls a parameter of a model with adapters, after peft's prefix."""
+    return file_key(model, name) if is_expert_adapter(name) else name.replace(".default.", ".")
 
 
 def check_adapter(adapter: Adapter, model: nn.Module) -> None:
@@ -46,7 +47,10 @@ def check_adapter(adapter: Adapter, model: nn.Module) -> None:
         ConfigError: tensors are missing, of another shape, or of no layer of the model; or it has trained apart what
             the base ties.
     """
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    shapes = {
+        name: file_shape(name, param.shape) if is_expert_adapter(name) else tuple(param.shape)
+        for name, param in model.named_parameters()
+    }
     names = names_in_file(model)
     rows = []
     for name, aliases in names.items():
@@ -105,12 +109,27 @@ def check_trained_beside(adapter: Adapter, name: str, digest: str | None) -> str
 
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
     """Fill what a folder that `check_adapter` has passed holds of a model with adapters, on any layout."""
-    stored = read_adapter(directory).shapes
+    directory, stored = Path(directory).expanduser(), read_adapter(directory).shapes
 
     def key(name: str) -> str | None:
-        return f"{PREFIX}{key_of(name)}" if key_of(name) in stored else None
+        present = not is_expert_adapter(name) and key_of(model, name) in stored
+        return f"{PREFIX}{key_of(model, name)}" if present else None
 
-    load_hf(model, Path(directory).expanduser(), file=WEIGHTS, names=key)
+    load_hf(model, directory, file=WEIGHTS, names=key)
+    _load_expert_adapters(model, directory)
+
+
+def _load_expert_adapters(model: nn.Module, directory: Path) -> None:
+    """Fill this rank's parts of adapters beside experts, whose matrices a file has in another order."""
+    from safetensors import safe_open
+
+    with safe_open(directory / WEIGHTS, "pt") as file:
+        for name, param in model.named_parameters():
+            if is_expert_adapter(name):
+                boxed = BoxedTensor.from_param(param)
+                value = from_file(name, file.get_tensor(PREFIX + key_of(model, name)), boxed.global_shape[0])
+                for box, view in boxed.pieces:
+                    view.copy_(value[box.slices()])
 
 
 def save_adapter(
@@ -143,7 +162,8 @@ def save_adapter(
     tensors: dict[str, Tensor] = {}
     for name, value in full_tensors(weights, names.__contains__):
         if dist.get_rank() == 0:
-            tensors |= {f"{PREFIX}{alias}": value.float().clone() for alias in names[name]}
+            arranged = to_file(name, value) if is_expert_adapter(name) else value
+            tensors |= {f"{PREFIX}{alias}": arranged.float().clone() for alias in names[name]}
     metadata = {"format": "pt"} | ({} if digest is None else {BASE_DIGEST: digest})
 
     def write() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.expert_adapters import check_tensor_ranks, let_adapters_compute, with_adapters
 from cai_apps.compose.expert_maths import expert_maths, report_experts
 from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import is_adapter
@@ -124,6 +125,7 @@ def rewrite(
             fix="cai_apps.run.train.settle chooses by the plan, as `cai train` does; or set them",
         )
     let_experts_compute(model, DTYPES[config.precision.compute])
+    check_tensor_ranks(model, config.parallel.tensor.size)
     placement = placement_of(pipeline.schedule, pipeline.chunks)
     balance = pipeline.balance or "auto"
     if config.parallel.experts.size > 1:
@@ -131,7 +133,10 @@ def rewrite(
     kinds = _kernels(config, device, compiled)
     split(model, mesh, chunks=pipeline.chunks, placement=placement, balance=balance, trial=workload.trial)
     if config.parallel.experts.size > 1:
-        parallelize_experts(model, mesh, maths=expert_maths(model, kinds), trial=workload.trial)
+        maths = with_adapters(expert_maths(model, kinds))
+        parallelize_experts(model, mesh, maths=maths, trial=workload.trial)
+    else:
+        let_adapters_compute(model)
     if config.precision.linear == "fp8":
         # a cast that is kept costs 2 bytes a parameter on every rank: too much where parameters are sharded
         cached = config.parallel.zero != 3 and not compiled

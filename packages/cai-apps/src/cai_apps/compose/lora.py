@@ -22,6 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose.expert_adapters import (
+    adapted_layers,
+    add_expert_adapters,
+    expert_ends,
+    expert_parameters,
+    expert_product,
+    is_expert_adapter,
+    parameter_of,
+)
 from cai_apps.compose.published_names import hub_name
 from cai_apps.compose.quantized_base import without_codes
 from cai_apps.config.sections import LoRA
@@ -52,20 +61,30 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: 
     Args:
         model: a model on any device, meta too; B starts at zero.
         lora: options of the adapters.
-        targets: names of layers, or ends of them from a dot on.
+        targets: names of layers, or of the stacked matrices of experts, or ends of them from a dot on.
         learned: names of modules that are trained whole, of `learned_modules`.
 
     Raises:
-        ConfigError: a target is no layer of the model, or neither a linear layer nor a convolution.
+        ConfigError: a target is no layer of the model, or neither a linear layer nor a convolution nor of experts.
     """
     from peft import inject_adapter_in_model
 
-    check_targets(model, targets)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it sees which layers have it
-        inject_adapter_in_model(peft_options(lora, targets), model)
+    experts = expert_parameters(model, targets)
+    layers = layer_targets(model, targets)
+    check_targets(model, layers)
+    model.requires_grad_(False)
+    if layers:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it sees which layers have it
+            inject_adapter_in_model(peft_options(lora, layers), model)
+    add_expert_adapters(model, lora, scale_of(lora), experts)
     for name in learned:
         model.get_submodule(name).requires_grad_(True)
+
+
+def layer_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return those of targets that name no matrices of experts."""
+    return tuple(target for target in targets if not expert_parameters(model, [target]))
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
@@ -82,8 +101,8 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
                 if unsupported
                 else "lora.targets names no layer",
                 got=f"{target!r}: {unsupported[0]}" if unsupported else repr(target),
-                expected="linear layers or convolutions, by their names or the ends of them",
-                fix=did_you_mean(target, sorted(ends)),
+                expected="linear layers or convolutions, or matrices of experts, by their names or the ends of them",
+                fix=did_you_mean(target, sorted(ends | expert_ends(model))),
             )
 
 
@@ -138,8 +157,8 @@ def _end(name: str) -> str:
     return ".".join(words[-2:]) if words[-1].isdigit() else words[-1]
 
 
-def peft_options(lora: LoRA, targets: Sequence[str]) -> LoraConfig:
-    """Return the options of adapters as peft has them."""
+def peft_options(lora: LoRA, targets: Sequence[str], parameters: Sequence[str] = ()) -> LoraConfig:
+    """Return the options of adapters as peft has them, of layers and of matrices of experts."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -148,6 +167,7 @@ def peft_options(lora: LoRA, targets: Sequence[str]) -> LoraConfig:
         use_rslora=lora.rank_stabilized,
         target_modules=list(targets),
         lora_dropout=lora.dropout,
+        target_parameters=list(parameters) or None,
     )
 
 
@@ -182,6 +202,7 @@ def is_adapter(name: str) -> bool:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, layers with adapters compute what they would without them."""
     layers = [module for module in model.modules() if adapters(module)]
+    layers += adapted_layers(model).values()
     for layer in layers:
         layer._disable_adapters = True  # `enable_adapters` of peft would freeze them, too
     try:
@@ -211,14 +232,20 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
     boxes = without_codes(model, BoxedTensor.of_model(model))
     frozen = {name: boxed for name, boxed in boxes.items() if name not in trained}
     joined = {name: boxed for name, boxed in (frozen | dict(weights)).items() if not is_adapter(name)}
+    beside_experts = {parameter_of(name): name for name in adapters if is_expert_adapter(name)}
     for name, boxed in joined.items():
-        if not name.endswith(BASE):
+        if not (name.endswith(BASE) or name in beside_experts):
             continue
-        layer, boxed = name.removesuffix(BASE), boxed.present
+        boxed = boxed.present
         dtype = torch.promote_types(boxed.dtype, torch.float32)
-        product = adapters[layer + B].to(dtype).flatten(1) @ adapters[layer + A].to(dtype).flatten(1)
-        inputs_first = getattr(model.get_submodule(layer), "fan_in_fan_out", False)
-        added = scale_of(lora) * (product.T if inputs_first else product).reshape(boxed.global_shape)
+        if name in beside_experts:
+            added = expert_product(model, name, adapters, dtype)
+        else:
+            layer = name.removesuffix(BASE)
+            product = adapters[layer + B].to(dtype).flatten(1) @ adapters[layer + A].to(dtype).flatten(1)
+            inputs_first = getattr(model.get_submodule(layer), "fan_in_fan_out", False)
+            added = (product.T if inputs_first else product).reshape(boxed.global_shape)
+        added = scale_of(lora) * added
         pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
         joined[name] = replace(boxed, pieces=pieces, dtype=dtype, lend=None)
     return joined

@@ -31,7 +31,7 @@ HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
-    "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
 }  # fmt: skip
 """Keys that are read here, or that say nothing of what an adapter adds. `layers_to_transform` and the like choose
 layers, which the names of the tensors say as well."""
@@ -110,12 +110,11 @@ def read_adapter(place: str | Path) -> Adapter:
 
 def _targets(table: dict[str, Any], layers: tuple[str, ...]) -> tuple[str, ...]:
     """Return the ends of names that an adapter's options list, of layers that it has; else its layers' names."""
-    named = table.get("target_modules")
+    named, parameters = table.get("target_modules") or [], table.get("target_parameters") or []
     if not isinstance(named, list) or any(table.get(key) for key in CHOOSING):
         return layers
-    return tuple(
-        sorted(end for end in map(str, named) if any(f".{layer}".endswith(f".{end}") for layer in layers))
-    )
+    ends = {end for end in map(str, named) if any(f".{layer}".endswith(f".{end}") for layer in layers)}
+    return tuple(sorted(ends | set(map(str, parameters))))
 
 
 def _table(directory: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.errors import KernelError
 from cai_kernels.experts import reference
-from cai_kernels.experts.reference import ExpertGate
+from cai_kernels.experts.reference import ExpertAdapters, ExpertGate
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
@@ -25,6 +25,8 @@ def expert_layer(
     gate: ExpertGate | Callable[[torch.Tensor], torch.Tensor] = ExpertGate(),  # noqa: B008
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    up_adapters: ExpertAdapters | None = None,
+    down_adapters: ExpertAdapters | None = None,
     rows: int | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -44,6 +46,8 @@ def expert_layer(
         gate: the function between the products: an `ExpertGate` (F = 2 I), or any differentiable function of rows, of
             [N, F] to [N, I].
         up_bias: [E, F] in tokens's dtype. down_bias: [E, D] in tokens's dtype.
+        up_adapters: low-rank matrices beside the first product, for frozen experts: `first` [E, r, D], `second`
+            [E, F, r], in tokens' dtype; the layer is computed in parts then. down_adapters: [E, r, I] and [E, D, r].
         rows: the number of choices that are an expert's, where the host knows it; more take memory. None: T * K.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
@@ -53,15 +57,19 @@ def expert_layer(
     form = choose(backend, tokens.device)
     _check(form, tokens, ids, weights, up, down)
     _check_biases(tokens, up, down, up_bias, down_bias, gate)
+    for name, adapters, weight in (("up_adapters", up_adapters, up), ("down_adapters", down_adapters, down)):
+        _check_adapters(name, adapters, weight)
     rows = ids.numel() if rows is None else rows
     if not 0 <= rows <= ids.numel():
         raise KernelError("rows does not fit ids", got=rows, expected=f"0 to {ids.numel()}, T * K")
-    if form == "triton" and isinstance(gate, ExpertGate):
+    if form == "triton" and isinstance(gate, ExpertGate) and up_adapters is None and down_adapters is None:
         from cai_kernels.experts import layer
 
         out = layer.expert_layer(tokens, ids, weights, up, down, up_bias, gate, rows, backend)
     else:
-        out = reference.expert_layer(tokens, ids, weights, up, down, gate, up_bias, rows, backend)
+        matrices = (tokens, ids, weights, up, down)
+        adapters = (up_adapters, down_adapters)
+        out = reference.expert_layer(*matrices, gate, up_bias, rows, backend, *adapters)
     return out if down_bias is None else out + _bias(ids, weights, down_bias)
 
 
@@ -126,3 +134,16 @@ def _check_biases(
             got=f"up {tuple(up.shape)}, down {tuple(down.shape)}",
             expected="up [E, D, 2 I], down [E, I, D]",
         )
+
+
+def _check_adapters(name: str, adapters: ExpertAdapters | None, weight: torch.Tensor) -> None:
+    if adapters is None:
+        return
+    for part, matrix in (("first", adapters.first), ("second", adapters.second)):
+        require(f"{name}.{part}", matrix, dtypes=(weight.dtype,), like=weight)
+    experts, width_in, width_out = weight.shape
+    rank = adapters.second.shape[-1]
+    expected = {"first": (experts, rank, width_in), "second": (experts, width_out, rank)}
+    got = {"first": tuple(adapters.first.shape), "second": tuple(adapters.second.shape)}
+    if got != expected:
+        raise KernelError(f"{name} do not fit their matrices", got=got, expected=expected)

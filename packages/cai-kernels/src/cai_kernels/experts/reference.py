@@ -40,6 +40,26 @@ class ExpertGate:
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertAdapters:
+    """Low-rank matrices beside one of the two products of a layer, a pair an expert (arXiv:2106.09685).
+
+    Args:
+        first: [E, r, in], which rows are multiplied by first.
+        second: [E, out, r].
+        scale: the factor of what they add.
+    """
+
+    first: torch.Tensor
+    second: torch.Tensor
+    scale: float = 1.0
+
+    def added(self, rows: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Return what they add to the product of rows [N, in] in the order of their experts: [N, out]."""
+        narrow = grouped_matmul(rows, self.first.transpose(1, 2), offsets, backend=backend)
+        return grouped_matmul(narrow * self.scale, self.second.transpose(1, 2), offsets, backend=backend)
+
+
 def experts_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the expert of each row, int32 [rows]; offsets [E + 1]. Rows of no expert count to the last one."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
@@ -65,10 +85,14 @@ def expert_layer(
     up_bias: torch.Tensor | None,
     rows: int,
     backend: Backend,
+    up_adapters: ExpertAdapters | None = None,
+    down_adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Compute a layer of experts but for the bias of its second product; arguments as in `cai_kernels.expert_layer`."""
     permuted, offsets, index = token_permute(tokens, ids, up.shape[0], rows=rows, backend=backend)
     hidden = grouped_matmul(permuted, up, offsets, backend=backend)
+    if up_adapters is not None:
+        hidden = hidden + up_adapters.added(permuted, offsets, backend)
     if up_bias is not None:
         hidden = hidden + embedding(experts_of_rows(offsets, rows), up_bias, backend=backend)
     by_row = weights_of_rows(weights, index, rows)[:, None]
@@ -76,4 +100,7 @@ def expert_layer(
     gated_rows = (gated_rows.to(torch.promote_types(gated_rows.dtype, by_row.dtype)) * by_row).to(
         tokens.dtype
     )
-    return token_unpermute(grouped_matmul(gated_rows, down, offsets, backend=backend), index, backend=backend)
+    output = grouped_matmul(gated_rows, down, offsets, backend=backend)
+    if down_adapters is not None:
+        output = output + down_adapters.added(gated_rows, offsets, backend)
+    return token_unpermute(output, index, backend=backend)

@@ -10,6 +10,7 @@ from torch import nn
 
 from cai_kernels.backend import Backend
 from cai_kernels.errors import KernelError
+from cai_kernels.swap.expert_forms import ExpertForm, expert_form
 from cai_kernels.swap.experts import ExpertKernels, expert_kernels
 from cai_kernels.swap.head import defer_logits
 from cai_kernels.swap.logits import Logits
@@ -17,12 +18,14 @@ from cai_kernels.swap.record import Kept, Replaced, Swapped
 
 __all__ = [
     "KINDS",
+    "ExpertForm",
     "ExpertKernels",
     "Kept",
     "Logits",
     "Replaced",
     "Swapped",
     "defer_logits",
+    "expert_form",
     "expert_kernels",
     "swap",
 ]

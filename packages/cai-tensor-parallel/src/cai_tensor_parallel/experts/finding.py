@@ -117,8 +117,13 @@ def _role(module: nn.Module) -> ExpertsRole | None:
     params = {name: param for name, param in module._parameters.items() if param is not None}
     counts = {len(param) for param in params.values() if param.dim() == 3}
     if len(counts) == 1 and (experts := counts.pop()) in counters:
-        stacked = tuple(name for name, param in params.items() if param.dim() and len(param) == experts)
-        return ExpertsRole(stacked, counters[experts], form)
+        stacked = [name for name, param in params.items() if param.dim() and len(param) == experts]
+        stacked += [
+            name
+            for name, param in module.named_parameters()
+            if "." in name and param.dim() == 3 and len(param) == experts
+        ]
+        return ExpertsRole(tuple(stacked), counters[experts], form)
     rows = () if params or form != "chosen" else _rows_of_child(module, max(counters))
     return ExpertsRole(rows, counters[max(counters)], form) if rows else None
 

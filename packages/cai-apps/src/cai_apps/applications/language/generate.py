@@ -12,6 +12,7 @@ import torch
 from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
+from cai_apps.compose.expert_adapters import let_adapters_compute
 from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import add_adapters, is_adapter, learned_modules, need_peft
 from cai_apps.compose.materialize import materialize
@@ -282,3 +283,4 @@ def _adapt(model: nn.Module, adapter: Adapter, place: Place) -> None:
     lora = LoRA(rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized)
     add_adapters(model, lora, adapter.targets, learned_modules(model, adapter.modules))
     check_adapter(adapter, model)
+    let_adapters_compute(model)
