@@ -57,6 +57,9 @@ LAYOUTS = {
     "data2-experts2": Case(data=2, experts=2),
     "data2-experts2-zero3": Case(data=2, experts=2, zero=3, recompute="selective"),
     "pipeline2": Case(pipeline=2, zero=2),
+    "one-compiled": Case(compile="on"),
+    "one-kernels": Case(kernels="on"),
+    "data2-experts2-kernels": Case(data=2, experts=2, kernels="on"),
 }
 
 
@@ -161,7 +164,7 @@ def here(name: str, value: torch.Tensor, experts: int = 4) -> torch.Tensor:
 def plain_loop(kind: str, first: dict[str, torch.Tensor]):
     """Losses, first gradients and last weights of the loop over peft's model, from a session's first weights."""
     model, names = peft_model(kind), names_here(kind)
-    params = {name: p for name, p in model.named_parameters()}
+    params = dict(model.named_parameters())
     learned = {}
     for name, value in first.items():
         param = params.pop(f"base_model.model.{names[name]}")
@@ -192,11 +195,13 @@ def plain_loop(kind: str, first: dict[str, torch.Tensor]):
 def test_it_is_the_loop_over_peft(kind, layout, runs):
     losses, gradients, last, _ = runs.plain(kind)
     first, got_losses, got_gradients, got_last = runs.of(kind, layout)
-    assert got_losses == pytest.approx(losses, rel=1e-9)
+    rounds = LAYOUTS[layout].kernels == "on" or LAYOUTS[layout].compile == "on"  # norms compute in float32
+    assert got_losses == pytest.approx(losses, rel=1e-6 if rounds else 1e-9)
     assert got_gradients.keys() == gradients.keys()
     assert any(is_expert_adapter(name) and value.abs().max() > 0 for name, value in gradients.items())
-    assert_same_as_one_device(got_gradients, gradients, tolerance=1e-8)
-    assert_same_as_one_device({name: got_last[name] for name in last}, last, tolerance=1e-7)
+    assert_same_as_one_device(got_gradients, gradients, tolerance=1e-5 if rounds else 1e-8)
+    if not rounds:  # AdamW divides by the root of small squares, and a last bit of float32 grows
+        assert_same_as_one_device({name: got_last[name] for name in last}, last, tolerance=1e-7)
     assert all(torch.equal(value, first[name]) for name, value in got_last.items() if name not in last)
 
 
@@ -207,7 +212,8 @@ def test_peft_reads_what_is_exported(kind, layout, runs):
     runs.of(kind, layout)
     folder = runs.exported(kind, layout)
     trained_model = runs.plain(kind)[-1].eval()
-    base = AutoModelForCausalLM.from_config(model_of(kind)).double()
+    config = model_of(kind)
+    base = AutoModelForCausalLM.from_config(config).double()
     with trained_model.disable_adapter(), torch.no_grad():
         expected_base = trained_model(input_ids=batch(0)[0]).logits
     params = dict(trained_model.named_parameters())
@@ -218,7 +224,8 @@ def test_peft_reads_what_is_exported(kind, layout, runs):
     with torch.no_grad():
         assert torch.equal(base(input_ids=batch(0)[0]).logits, expected_base)
     read = peft.PeftModel.from_pretrained(base, folder / "adapter").double().eval()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float64).eval()
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    merged = AutoModelForCausalLM.from_pretrained(folder / "export", **options).eval()
     with torch.no_grad():
         expected = trained_model(input_ids=batch(0)[0]).logits
         for model in (read, merged):  # files of adapters are in float32
@@ -289,7 +296,11 @@ def test_what_cannot_be_is_refused(change, message):
         on_meta(config, model_of("qwen3_moe"))
 
 
-def test_tensor_ranks_are_refused():
+def tensor_ranks():
     config = replace(run_config(Case(tensor=2), "fp64", STEPS), lora=LORA)
-    with pytest.raises(ConfigError, match="tensor"):
+    with pytest.raises(ConfigError, match=r"parallel\.tensor\.size = 2, adapters beside"):
         apply(config, workload(config, model_of("qwen3_moe")), device=torch.device("cpu"))
+
+
+def test_tensor_ranks_are_refused():
+    run_ranks(2, tensor_ranks)

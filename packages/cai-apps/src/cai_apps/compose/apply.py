@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
-from cai_apps.compose.expert_adapters import check_tensor_ranks, let_adapters_compute, with_adapters
+from cai_apps.compose.expert_adapters import (
+    adapted_layers,
+    check_tensor_ranks,
+    let_adapters_compute,
+    with_adapters,
+)
 from cai_apps.compose.expert_maths import expert_maths, report_experts
 from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import is_adapter
@@ -155,7 +160,7 @@ def rewrite(
     loss = workload.loss(model, mesh)
     if config.parallel.experts.size > 1:
         kinds = tuple(kind for kind in kinds if kind != "experts")  # spread ones compute by `expert_maths`
-    report_experts(swap(model, kinds=kinds))
+    report_experts(swap(model, kinds=kinds), adapted_layers(model))
     if workload.chooses_places and "loss" in kinds:
         _defer_shared_logits(model)
     return loss

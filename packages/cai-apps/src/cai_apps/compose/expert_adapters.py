@@ -183,9 +183,9 @@ def compute_adapted(
     firsts, seconds = (layer.get_submodule(name)._parameters for name in (FIRST, SECOND))
     scale = 0.0 if vars(layer).get("_disable_adapters") else vars(layer)[SCALE]
     pairs = {
-        name: ExpertAdapters(firsts[name], seconds[name], scale)  # type: ignore[arg-type]
-        for name in firsts
-        if scale
+        name: ExpertAdapters(first.to(tokens.dtype), second.to(tokens.dtype), scale)
+        for name, first in firsts.items()
+        if scale and first is not None and (second := seconds[name]) is not None
     }
     return form.compute(layer, tokens, ids, weights, visits, adapters=pairs)
 
