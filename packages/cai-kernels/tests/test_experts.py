@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE
 from torch.nn import functional as F
 
-from cai_kernels import ExpertGate, KernelError, expert_layer
+from cai_kernels import ExpertAdapters, ExpertGate, KernelError, expert_layer
 from cai_kernels.testing import assert_no_less_exact
 
 TOKENS, WIDE, INNER, EXPERTS = 21, 24, 40, 4
@@ -264,3 +264,50 @@ def test_by_the_grouped_product_of_torch(monkeypatch):
         run = ours(GATES[-1], ids, backend="auto")
         assert_no_less_exact(run, loop(GATES[-1], ids), leaves, upstream, slack=1.5)
     assert len(calls) == 2 * 6
+
+
+def adapters(up, down, rank=3):
+    """Low-rank matrices for both products, of no symmetry, and what they add to the matrices of the experts."""
+    random = torch.Generator().manual_seed(5)
+    pairs, sums = [], []
+    for weight, scale in ((up, 0.5), (down, 2.0)):
+        experts, width_in, width_out = weight.shape
+        shapes = ((experts, rank, width_in), (experts, width_out, rank))
+        first, second = (torch.randn(shape, generator=random).to(weight) for shape in shapes)
+        pairs.append((first.requires_grad_(), second.requires_grad_(), scale))
+        sums.append(weight + scale * (second @ first).transpose(1, 2))
+    return pairs, sums
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("gate", [GATES[0], GATES[-1]], ids=str)
+def test_adapters_are_sums_of_matrices(gate, backend):
+    dtype, close = (torch.float64, 1e-10) if backend == "reference" else (torch.float32, 2e-4)
+    ids, (tokens, weights, up, down, *biases) = inputs(dtype, biased=True)
+    pairs, sums = adapters(up, down)
+    tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
+    leaves = [tokens, weights, *(matrix for pair in pairs for matrix in pair[:2])]
+    options = {"gate": gate, "up_bias": biases[0], "down_bias": biases[1], "backend": backend}
+    beside = dict(
+        zip(("up_adapters", "down_adapters"), (ExpertAdapters(*pair) for pair in pairs), strict=True)
+    )
+    got = expert_layer(tokens, ids, weights, up, down, **beside, **options)
+    wanted = expert_layer(tokens, ids, weights, *sums, **options)
+    upstream = torch.randn(TOKENS, WIDE, device=DEVICE, dtype=dtype)
+    torch.testing.assert_close(got, wanted, rtol=close, atol=close)
+    results = (torch.autograd.grad(out, leaves, upstream) for out in (got, wanted))
+    for ours_, theirs in zip(*results, strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(ours_, theirs, rtol=close, atol=close * float(theirs.abs().max()))
+
+
+def test_adapters_beside_one_product_alone_and_of_other_shapes():
+    ids, (tokens, weights, up, down) = inputs(torch.float64, biased=False)
+    pairs, sums = adapters(up, down)
+    got = expert_layer(tokens, ids, weights, up, down, down_adapters=ExpertAdapters(*pairs[1]))
+    torch.testing.assert_close(got, expert_layer(tokens, ids, weights, up, sums[1]), rtol=1e-10, atol=1e-10)
+    with pytest.raises(KernelError, match="up_adapters do not fit"):
+        expert_layer(tokens, ids, weights, up, down, up_adapters=ExpertAdapters(*pairs[1]))
+    narrow = ExpertAdapters(pairs[1][0].float(), pairs[1][1])
+    with pytest.raises(KernelError, match=r"down_adapters\.first"):
+        expert_layer(tokens, ids, weights, up, down, down_adapters=narrow)

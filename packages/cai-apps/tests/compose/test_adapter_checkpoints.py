@@ -326,7 +326,7 @@ def changed(folder: Path, target: Path, **options) -> Path:
         ({"bias": "all"}, "bias"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"target_parameters": "experts.gate_up_proj"}, "target_parameters"),
         ({"use_qalora": True}, "use_qalora"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"lora_alpha": 0.5}, "whole number"),

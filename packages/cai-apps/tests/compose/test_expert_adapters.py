@@ -237,6 +237,11 @@ def test_what_peft_writes_is_read(runs, tmp_path):
     model.save_pretrained(tmp_path)
     adapter = read_adapter(tmp_path)
     assert set(adapter.targets) == set(LORA.targets) and adapter.rank == LORA.rank
+    options = json.loads((tmp_path / "adapter_config.json").read_text())
+    options["layers_to_transform"] = [0, 1, 2, 3]  # then layers are those of the tensors
+    (tmp_path / "adapter_config.json").write_text(json.dumps(options))
+    layers = {f"model.layers.{index}.self_attn.{end}" for index in range(4) for end in LAYERS}
+    assert set(read_adapter(tmp_path).targets) == {*layers, *BOTH}
     config = config_of("qwen3_moe", "one")
     ours = on_meta(config, model_of("qwen3_moe")).to_empty(device="cpu").double()
     load_adapter(ours, tmp_path)

@@ -35,6 +35,8 @@ HARMLESS = {
 }  # fmt: skip
 """Keys that are read here, or that say nothing of what an adapter adds. `layers_to_transform` and the like choose
 layers, which the names of the tensors say as well."""
+WRAPPED, EXPERTS = ".base_layer", "experts"
+"""What peft writes for a layer inside a wrapper, and the usual end of the name of a layer of experts."""
 CHOOSING = ("exclude_modules", "layers_pattern", "layers_to_transform")
 
 
@@ -109,12 +111,24 @@ def read_adapter(place: str | Path) -> Adapter:
 
 
 def _targets(table: dict[str, Any], layers: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the ends of names that an adapter's options list, of layers that it has; else its layers' names."""
-    named, parameters = table.get("target_modules") or [], table.get("target_parameters") or []
+    """Return the ends of names that an adapter's options list, of layers that it has; else its layers' names.
+
+    Beside them are the ends of names of stacked parameters (`target_parameters`), whose tensors bear the name of the
+    layer of experts, each but the last with as many `.base_layer` as stand outside of it.
+    """
+    named, parameters = table.get("target_modules") or [], set(table.get("target_parameters") or [])
+    parents = {end.rpartition(".")[0] or EXPERTS for end in parameters}
+    plain = [
+        layer for layer in layers if not any(_ends_with(layer.replace(WRAPPED, ""), end) for end in parents)
+    ]
     if not isinstance(named, list) or any(table.get(key) for key in CHOOSING):
-        return layers
-    ends = {end for end in map(str, named) if any(f".{layer}".endswith(f".{end}") for layer in layers)}
-    return tuple(sorted(ends | set(map(str, parameters))))
+        return tuple(sorted(parameters | set(plain)))
+    ends = {end for end in map(str, named) if any(_ends_with(layer, end) for layer in plain)}
+    return tuple(sorted(parameters | ends))
+
+
+def _ends_with(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
 
 
 def _table(directory: Path) -> dict[str, Any]:
@@ -140,6 +154,9 @@ def _check_method(directory: Path, table: dict[str, Any]) -> None:
     """Raise ConfigError for another method of peft, or an option by which the adapter means something else."""
     if table.get("peft_type") != "LORA":
         raise _unsupported(directory, f"peft_type = {table.get('peft_type')!r}", "another method of peft")
+    parameters = table.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(end, str) for end in parameters):
+        raise _unsupported(directory, f"target_parameters = {parameters!r}"[:100], "no list of names")
     for key, value in table.items():
         allowed = PLAIN.get(key, (value,) if key in HARMLESS else ())
         if value and value not in allowed:
