@@ -288,6 +288,24 @@ def test_without_adapters_a_layer_is_what_it_was():
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_beside_experts_of_another_form_other_layers_have_adapters():
+    """JetMoE's tokens are sorted before its experts: they have no adapters, and its output layer may."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from cai_apps.compose.lora import add_adapters
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8}
+    config = AutoConfig.for_model(
+        "jetmoe", **sizes, intermediate_size=16, num_local_experts=4, vocab_size=VOCAB
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LORA, ("kv_proj",))
+    assert sum(param.requires_grad for param in model.parameters()) == 2
+    with pytest.raises(ConfigError, match="what can have no adapter"):
+        add_adapters(model, LORA, ("experts",))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cai_apps.config.sections import LoRA
 from cai_kernels import ExpertAdapters
 from cai_kernels.swap import ExpertForm, expert_form
-from cai_mesh.errors import ConfigError
+from cai_mesh.errors import ConfigError, PlanError
 from cai_tensor_parallel import ExpertMaths, find_experts
 
 FIRST, SECOND = "lora_A", "lora_B"
@@ -64,14 +64,23 @@ def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tup
     """
     chosen: dict[str, tuple[str, ...]] = {}
     for layer, names in _matrices(model).items():
-        matches = [
-            name
-            for name in names
-            if any(_is_end(layer, target) or _is_end(f"{layer}.{name}", target) for target in targets)
-        ]
+        matches = tuple(name for name in names if any(_names(layer, name, target) for target in targets))
         if matches:
-            chosen[layer] = tuple(matches)
+            chosen[layer] = matches
     return chosen
+
+
+def without_experts(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return those of targets that name no matrices of experts."""
+    matrices = [(layer, name) for layer, names in _matrices(model).items() for name in names]
+    return tuple(
+        target for target in targets if not any(_names(layer, name, target) for layer, name in matrices)
+    )
+
+
+def _names(layer: str, matrix: str, target: str) -> bool:
+    """Whether a target is the end of the name of a layer of experts, or of one of its matrices."""
+    return _is_end(layer, target) or _is_end(f"{layer}.{matrix}", target)
 
 
 def _matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -80,7 +89,7 @@ def _matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
         return {}
     try:
         layers = find_experts(model)
-    except ConfigError:
+    except PlanError:  # experts of another form, which a target may leave alone
         return {}
     params = {layer: model.get_submodule(layer)._parameters.items() for layer in layers}
     return {
@@ -130,7 +139,7 @@ def add_expert_adapters(
         if not isinstance(form, ExpertForm):
             raise ConfigError(
                 "lora.targets names experts that can have no adapters",
-                got=f"{name}, a {type(layer).__name__}: {form}",
+                got=f"{name}, a {type(layer).__name__}: {form or 'it is not called with tokens, ids and weights'}",
                 expected="two stacked matrices an expert with a gate between their products",
                 fix="leave the experts out of lora.targets",
             )

@@ -30,6 +30,7 @@ from cai_apps.compose.expert_adapters import (
     expert_product,
     is_expert_adapter,
     parameter_of,
+    without_experts,
 )
 from cai_apps.compose.published_names import hub_name
 from cai_apps.compose.quantized_base import without_codes
@@ -70,7 +71,7 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: 
     from peft import inject_adapter_in_model
 
     experts = expert_parameters(model, targets)
-    layers = layer_targets(model, targets)
+    layers = without_experts(model, targets)
     check_targets(model, layers)
     model.requires_grad_(False)
     if layers:
@@ -80,11 +81,6 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: 
     add_expert_adapters(model, lora, scale_of(lora), experts)
     for name in learned:
         model.get_submodule(name).requires_grad_(True)
-
-
-def layer_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return those of targets that name no matrices of experts."""
-    return tuple(target for target in targets if not expert_parameters(model, [target]))
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:

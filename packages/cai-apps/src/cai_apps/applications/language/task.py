@@ -30,8 +30,8 @@ from cai_apps.applications.language.weights import pretrained, quantized_base
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
-from cai_apps.compose.expert_adapters import ends_of, expert_parameters
-from cai_apps.compose.lora import layer_targets, merged, need_peft, peft_options, plain_name
+from cai_apps.compose.expert_adapters import ends_of, expert_parameters, without_experts
+from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     causal_model,
@@ -397,7 +397,7 @@ def export_adapter(
         plain = make(model)
     chosen = targets(plain, config)
     parameters = ends_of(expert_parameters(plain, chosen), chosen)
-    options = peft_options(config.lora, layer_targets(plain, chosen), parameters)
+    options = peft_options(config.lora, without_experts(plain, chosen), parameters)
     options.base_model_name_or_path = base_name(config)
     adapted = on_meta(config, model, make)
     with new_directory(directory) as new:
