@@ -7,7 +7,7 @@ import torch
 from kernel_checks import DEVICE
 from torch.nn import functional as F
 
-from cai_kernels import ExpertAdapters, ExpertGate, KernelError, expert_layer
+from cai_kernels import AdaptedExperts, ExpertGate, KernelError, expert_layer
 from cai_kernels.testing import assert_no_less_exact
 
 TOKENS, WIDE, INNER, EXPERTS = 21, 24, 40, 4
@@ -288,10 +288,8 @@ def test_adapters_are_sums_of_matrices(gate, backend):
     tokens, weights = tokens.requires_grad_(), weights.requires_grad_()
     leaves = [tokens, weights, *(matrix for pair in pairs for matrix in pair[:2])]
     options = {"gate": gate, "up_bias": biases[0], "down_bias": biases[1], "backend": backend}
-    beside = dict(
-        zip(("up_adapters", "down_adapters"), (ExpertAdapters(*pair) for pair in pairs), strict=True)
-    )
-    got = expert_layer(tokens, ids, weights, up, down, **beside, **options)
+    beside = (AdaptedExperts(weight, *pair) for weight, pair in zip((up, down), pairs, strict=True))
+    got = expert_layer(tokens, ids, weights, *beside, **options)
     wanted = expert_layer(tokens, ids, weights, *sums, **options)
     upstream = torch.randn(TOKENS, WIDE, device=DEVICE, dtype=dtype)
     torch.testing.assert_close(got, wanted, rtol=close, atol=close)
@@ -304,10 +302,10 @@ def test_adapters_are_sums_of_matrices(gate, backend):
 def test_adapters_beside_one_product_alone_and_of_other_shapes():
     ids, (tokens, weights, up, down) = inputs(torch.float64, biased=False)
     pairs, sums = adapters(up, down)
-    got = expert_layer(tokens, ids, weights, up, down, down_adapters=ExpertAdapters(*pairs[1]))
+    got = expert_layer(tokens, ids, weights, up, AdaptedExperts(down, *pairs[1]))
     torch.testing.assert_close(got, expert_layer(tokens, ids, weights, up, sums[1]), rtol=1e-10, atol=1e-10)
-    with pytest.raises(KernelError, match="up_adapters do not fit"):
-        expert_layer(tokens, ids, weights, up, down, up_adapters=ExpertAdapters(*pairs[1]))
-    narrow = ExpertAdapters(pairs[1][0].float(), pairs[1][1])
-    with pytest.raises(KernelError, match=r"down_adapters\.first"):
-        expert_layer(tokens, ids, weights, up, down, down_adapters=narrow)
+    with pytest.raises(KernelError, match="the adapters of up do not fit"):
+        expert_layer(tokens, ids, weights, AdaptedExperts(up, *pairs[1]), down)
+    narrow = AdaptedExperts(down, pairs[1][0].float(), pairs[1][1])
+    with pytest.raises(KernelError, match=r"down\.first"):
+        expert_layer(tokens, ids, weights, up, narrow)

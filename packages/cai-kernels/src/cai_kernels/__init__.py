@@ -24,7 +24,7 @@ from cai_kernels.cross_entropy import (
 from cai_kernels.dropout_add import dropout_add
 from cai_kernels.embedding import embedding
 from cai_kernels.errors import KernelError
-from cai_kernels.experts import ExpertAdapters, ExpertGate, expert_layer
+from cai_kernels.experts import AdaptedExperts, ExpertGate, expert_layer
 from cai_kernels.fp8_linear import Fp8Linear, WeightCache, convert_to_fp8, fp8_linear
 from cai_kernels.gated import geglu, sigmoid_gate, swiglu
 from cai_kernels.gelu_bias import gelu_bias
@@ -75,11 +75,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdamWOptions",
+    "AdaptedExperts",
     "AttentionChoice",
     "Backend",
     "CrossEntropyParts",
     "DpoForm",
-    "ExpertAdapters",
     "ExpertGate",
     "Fp8Linear",
     "FusedAdamW",

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.config.sections import LoRA
-from cai_kernels import ExpertAdapters
 from cai_kernels.swap import ExpertForm, expert_form
 from cai_mesh.errors import ConfigError, PlanError
 from cai_tensor_parallel import ExpertMaths, find_experts
@@ -91,10 +90,10 @@ def _matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
         layers = find_experts(model)
     except PlanError:  # experts of another form, which a target may leave alone
         return {}
-    params = {layer: model.get_submodule(layer)._parameters.items() for layer in layers}
+    params = {layer: model.get_submodule(layer)._parameters for layer in layers}
     return {
-        layer: tuple(name for name, param in items if param is not None and param.dim() == 3)
-        for layer, items in params.items()
+        layer: tuple(name for name, param in of_layer.items() if param is not None and param.dim() == 3)
+        for layer, of_layer in params.items()
     }
 
 
@@ -192,7 +191,7 @@ def compute_adapted(
     firsts, seconds = (layer.get_submodule(name)._parameters for name in (FIRST, SECOND))
     scale = 0.0 if vars(layer).get("_disable_adapters") else vars(layer)[SCALE]
     pairs = {
-        name: ExpertAdapters(first.to(tokens.dtype), second.to(tokens.dtype), scale)
+        name: (first.to(tokens.dtype), second.to(tokens.dtype), scale)
         for name, first in firsts.items()
         if scale and first is not None and (second := seconds[name]) is not None
     }

@@ -6,6 +6,6 @@ The activation a multiplies two halves of its input, one of them through SiLU or
 """
 
 from cai_kernels.experts.function import expert_layer
-from cai_kernels.experts.reference import ExpertAdapters, ExpertGate
+from cai_kernels.experts.reference import AdaptedExperts, ExpertGate
 
-__all__ = ["ExpertAdapters", "ExpertGate", "expert_layer"]
+__all__ = ["AdaptedExperts", "ExpertGate", "expert_layer"]

@@ -9,7 +9,7 @@ import torch
 from cai_kernels.backend import Backend, choose, require
 from cai_kernels.errors import KernelError
 from cai_kernels.experts import reference
-from cai_kernels.experts.reference import ExpertAdapters, ExpertGate
+from cai_kernels.experts.reference import AdaptedExperts, ExpertGate, Matrices, weight_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
@@ -19,14 +19,12 @@ def expert_layer(
     tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: Matrices,
+    down: Matrices,
     *,
     gate: ExpertGate | Callable[[torch.Tensor], torch.Tensor] = ExpertGate(),  # noqa: B008
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    up_adapters: ExpertAdapters | None = None,
-    down_adapters: ExpertAdapters | None = None,
     rows: int | None = None,
     backend: Backend = "auto",
 ) -> torch.Tensor:
@@ -41,35 +39,33 @@ def expert_layer(
         tokens: [T, D], float32, bfloat16 or float16 (the reference takes float64 too).
         ids: [T, K], int32 or int64, the experts of each token; one outside 0..E-1, such as -1, adds nothing.
         weights: [T, K], floating, the weight of each choice.
-        up: [E, D, F] in tokens's dtype, any strides, as in `grouped_matmul`.
-        down: [E, I, D] in tokens's dtype, any strides.
+        up: [E, D, F] in tokens' dtype, any strides, as in `grouped_matmul`; with adapters as `AdaptedExperts`, and then
+            the layer is computed in parts.
+        down: [E, I, D] in tokens' dtype, any strides, with adapters or without.
         gate: the function between the products: an `ExpertGate` (F = 2 I), or any differentiable function of rows, of
             [N, F] to [N, I].
         up_bias: [E, F] in tokens's dtype. down_bias: [E, D] in tokens's dtype.
-        up_adapters: low-rank matrices beside the first product, for frozen experts: `first` [E, r, D], `second`
-            [E, F, r], in tokens' dtype; the layer is computed in parts then. down_adapters: [E, r, I] and [E, D, r].
         rows: the number of choices that are an expert's, where the host knows it; more take memory. None: T * K.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
     Returns [T, D] in tokens's dtype. Differentiable, once, in all floating arguments; an expert without tokens has a
     gradient of zeros. Raises `KernelError` naming the argument that does not fit.
     """
-    form = choose(backend, tokens.device)
-    _check(form, tokens, ids, weights, up, down)
-    _check_biases(tokens, up, down, up_bias, down_bias, gate)
-    for name, adapters, weight in (("up_adapters", up_adapters, up), ("down_adapters", down_adapters, down)):
-        _check_adapters(name, adapters, weight)
+    form, matrices = choose(backend, tokens.device), (weight_of(up), weight_of(down))
+    _check(form, tokens, ids, weights, *matrices)
+    _check_biases(tokens, *matrices, up_bias, down_bias, gate)
+    _check_adapters("up", up)
+    _check_adapters("down", down)
     rows = ids.numel() if rows is None else rows
     if not 0 <= rows <= ids.numel():
         raise KernelError("rows does not fit ids", got=rows, expected=f"0 to {ids.numel()}, T * K")
-    if form == "triton" and isinstance(gate, ExpertGate) and up_adapters is None and down_adapters is None:
+    alone = isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor)
+    if form == "triton" and isinstance(gate, ExpertGate) and alone:
         from cai_kernels.experts import layer
 
-        out = layer.expert_layer(tokens, ids, weights, up, down, up_bias, gate, rows, backend)
+        out = layer.expert_layer(tokens, ids, weights, *matrices, up_bias, gate, rows, backend)
     else:
-        matrices = (tokens, ids, weights, up, down)
-        adapters = (up_adapters, down_adapters)
-        out = reference.expert_layer(*matrices, gate, up_bias, rows, backend, *adapters)
+        out = reference.expert_layer(tokens, ids, weights, up, down, gate, up_bias, rows, backend)
     return out if down_bias is None else out + _bias(ids, weights, down_bias)
 
 
@@ -136,14 +132,14 @@ def _check_biases(
         )
 
 
-def _check_adapters(name: str, adapters: ExpertAdapters | None, weight: torch.Tensor) -> None:
-    if adapters is None:
+def _check_adapters(name: str, matrices: Matrices) -> None:
+    if not isinstance(matrices, AdaptedExperts):
         return
-    for part, matrix in (("first", adapters.first), ("second", adapters.second)):
-        require(f"{name}.{part}", matrix, dtypes=(weight.dtype,), like=weight)
-    experts, width_in, width_out = weight.shape
-    rank = adapters.second.shape[-1]
+    for part, matrix in (("first", matrices.first), ("second", matrices.second)):
+        require(f"{name}.{part}", matrix, dtypes=(matrices.weight.dtype,), like=matrices.weight)
+    experts, width_in, width_out = matrices.weight.shape
+    rank = matrices.second.shape[-1]
     expected = {"first": (experts, rank, width_in), "second": (experts, width_out, rank)}
-    got = {"first": tuple(adapters.first.shape), "second": tuple(adapters.second.shape)}
-    if got != expected:
-        raise KernelError(f"{name} do not fit their matrices", got=got, expected=expected)
+    shapes = {"first": tuple(matrices.first.shape), "second": tuple(matrices.second.shape)}
+    if shapes != expected:
+        raise KernelError(f"the adapters of {name} do not fit its matrices", got=shapes, expected=expected)

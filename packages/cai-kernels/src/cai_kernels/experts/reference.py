@@ -41,23 +41,41 @@ class ExpertGate:
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertAdapters:
-    """Low-rank matrices beside one of the two products of a layer, a pair an expert (arXiv:2106.09685).
+class AdaptedExperts:
+    """Matrices of experts with low-rank ones beside them, a pair an expert (Hu et al., arXiv:2106.09685).
 
     Args:
+        weight: [E, in, out], any strides.
         first: [E, r, in], which rows are multiplied by first.
         second: [E, out, r].
-        scale: the factor of what they add.
+        scale: the factor of what the pair adds.
     """
 
+    weight: torch.Tensor
     first: torch.Tensor
     second: torch.Tensor
     scale: float = 1.0
 
-    def added(self, rows: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """Return what they add to the product of rows [N, in] in the order of their experts: [N, out]."""
-        narrow = grouped_matmul(rows, self.first.transpose(1, 2), offsets, backend=backend)
-        return grouped_matmul(narrow * self.scale, self.second.transpose(1, 2), offsets, backend=backend)
+    def product(self, rows: torch.Tensor, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Return the product of rows [N, in], in the order of their experts, with both: [N, out]."""
+        narrow = grouped_matmul(rows, self.first.transpose(1, 2), offsets, backend=backend) * self.scale
+        added = grouped_matmul(narrow, self.second.transpose(1, 2), offsets, backend=backend)
+        return grouped_matmul(rows, self.weight, offsets, backend=backend) + added
+
+
+Matrices = torch.Tensor | AdaptedExperts
+"""One matrix of each expert [E, in, out], with adapters beside it or alone."""
+
+
+def weight_of(matrices: Matrices) -> torch.Tensor:
+    """Return the matrices [E, in, out] without adapters."""
+    return matrices.weight if isinstance(matrices, AdaptedExperts) else matrices
+
+
+def _product(rows: torch.Tensor, matrices: Matrices, offsets: torch.Tensor, backend: Backend) -> torch.Tensor:
+    if isinstance(matrices, AdaptedExperts):
+        return matrices.product(rows, offsets, backend)
+    return grouped_matmul(rows, matrices, offsets, backend=backend)
 
 
 def experts_of_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -79,20 +97,16 @@ def expert_layer(
     tokens: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    up: Matrices,
+    down: Matrices,
     gate: Callable[[torch.Tensor], torch.Tensor],
     up_bias: torch.Tensor | None,
     rows: int,
     backend: Backend,
-    up_adapters: ExpertAdapters | None = None,
-    down_adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Compute a layer of experts but for the bias of its second product; arguments as in `cai_kernels.expert_layer`."""
-    permuted, offsets, index = token_permute(tokens, ids, up.shape[0], rows=rows, backend=backend)
-    hidden = grouped_matmul(permuted, up, offsets, backend=backend)
-    if up_adapters is not None:
-        hidden = hidden + up_adapters.added(permuted, offsets, backend)
+    permuted, offsets, index = token_permute(tokens, ids, weight_of(up).shape[0], rows=rows, backend=backend)
+    hidden = _product(permuted, up, offsets, backend)
     if up_bias is not None:
         hidden = hidden + embedding(experts_of_rows(offsets, rows), up_bias, backend=backend)
     by_row = weights_of_rows(weights, index, rows)[:, None]
@@ -100,7 +114,4 @@ def expert_layer(
     gated_rows = (gated_rows.to(torch.promote_types(gated_rows.dtype, by_row.dtype)) * by_row).to(
         tokens.dtype
     )
-    output = grouped_matmul(gated_rows, down, offsets, backend=backend)
-    if down_adapters is not None:
-        output = output + down_adapters.added(gated_rows, offsets, backend)
-    return token_unpermute(output, index, backend=backend)
+    return token_unpermute(_product(gated_rows, down, offsets, backend), index, backend=backend)

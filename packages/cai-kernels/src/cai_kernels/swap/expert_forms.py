@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from cai_kernels.backend import Backend, choose
-from cai_kernels.experts import ExpertAdapters, ExpertGate, expert_layer
+from cai_kernels.experts import AdaptedExperts, ExpertGate, expert_layer
 from cai_kernels.grouped_matmul.function import MAX_EXPERTS
 from cai_kernels.swap.expert_layouts import (
     EXPERTS,
@@ -36,7 +36,8 @@ TOKENS, CHOICES = 7, 2
 SCALES = (0.3, 6.0, 3e4)
 """Sizes of tokens: small ones, where the forms of GELU differ, and such that clamped gates meet their limits."""
 
-NO_ADAPTERS: Mapping[str, ExpertAdapters] = {}
+Adapters = tuple[torch.Tensor, torch.Tensor, float]
+NO_ADAPTERS: Mapping[str, Adapters] = {}
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -95,22 +96,25 @@ class ExpertForm:
         weights: torch.Tensor,
         rows: int | None = None,
         backend: Backend = "auto",
-        adapters: Mapping[str, ExpertAdapters] = NO_ADAPTERS,
+        adapters: Mapping[str, Adapters] = NO_ADAPTERS,
     ) -> torch.Tensor:
         """Compute the layer by `expert_layer`; tokens [T, D], ids and weights [T, K]. Returns [T, D].
 
         Args:
-            adapters: those beside matrices of the layer, by the matrices' names.
+            adapters: those beside matrices of the layer, by the matrices' names: (first, second, scale) of
+                `AdaptedExperts`.
         """
-        up, down = self.layout.matrices(layer)
+        names = (self.layout.up, self.layout.down)
+        up, down = (
+            AdaptedExperts(matrix, *adapters[name]) if name in adapters else matrix
+            for name, matrix in zip(names, self.layout.matrices(layer), strict=True)
+        )
         up_bias, down_bias = self.layout.biases(layer)
         gate = getattr(layer, self.gate) if isinstance(self.gate, str) else self.gate
         options: dict[str, Any] = {
             "gate": gate,
             "up_bias": up_bias,
             "down_bias": down_bias,
-            "up_adapters": adapters.get(self.layout.up),
-            "down_adapters": adapters.get(self.layout.down),
             "rows": rows,
         }
         return expert_layer(tokens, ids, weights, up, down, **options, backend=backend)
