@@ -16,11 +16,12 @@ from cai_tensor_parallel import find_experts
     [
         ("qwen3-30b-a3b", "141GB", 30_532_122_624, 30_532_122_624),
         ("mixtral-8x7b", "80GB", 46_702_792_704, 46_702_792_704),
+        ("lora-30b-a3b", "80GB", 31_174_637_568, 642_514_944),
         pytest.param("deepseek-v3", "80GB", 671_123_410_944, 97_006_592, marks=pytest.mark.matrix),
     ],
 )
 def test_recipes_of_mixtures_fit_their_gpus(recipe, memory, parameters, learned, capsys):
-    """Parameters are those of the models on the hub (30.5, 46.7 and 671 billion), and adapters beside the last."""
+    """Parameters are those of the models on the hub (30.5, 46.7 and 671 billion), and adapters beside them."""
     assert main(["plan", recipe, "--gpu-memory", memory, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True
