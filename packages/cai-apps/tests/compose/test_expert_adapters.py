@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
+from cai_apps.applications.language.generate import Place, _model
 from cai_apps.applications.language.model import on_meta
 from cai_apps.applications.language.task import export_adapter, export_hf, trained_weights, workload
 from cai_apps.compose.adapter_files import load_adapter
@@ -249,6 +250,28 @@ def test_what_peft_writes_is_read(runs, tmp_path):
     for name, param in ours.named_parameters():
         if name in last:
             torch.testing.assert_close(param.data, last[name], rtol=1e-6, atol=1e-7)
+
+
+def test_an_adapter_of_some_layers_answers_as_in_peft(tmp_path):
+    """The options of OpenAI's guide to fine-tuning gpt-oss: all linear layers, and the experts of chosen layers."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(model_of("gpt_oss"))
+    base.save_pretrained(tmp_path / "base")
+    matrices = [f"{layer}.mlp.experts.{end}" for layer in (1, 3) for end in ("gate_up_proj", "down_proj")]
+    options = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", target_parameters=matrices)
+    model = peft.get_peft_model(base, options).eval()
+    for name, param in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(param, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    ours = _model(Place(tmp_path / "base", tmp_path / "adapter"), torch.device("cpu"))
+    with torch.no_grad():
+        logits, expected = (each(input_ids=batch(0)[0]).logits for each in (ours, model))
+        with model.disable_adapter():
+            assert (model(input_ids=batch(0)[0]).logits - expected).abs().max() > 1e-3
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_options_tell_peft_which_parameters(runs):
