@@ -58,7 +58,8 @@ def compare(name, ranks, plan=None, **options):
     return results[0][4]
 
 
-EXPERT_MODELS = [name for name in MODELS if name not in ("llama", "qwen2", "qwen3", "gpt_oss")]
+EXPERT_MODELS = [name for name in MODELS if name not in ("llama", "qwen2", "qwen3", "gpt_oss", "dbrx")]
+"""Those whose experts tensor ranks share; DBRX's have their rows one expert after the other, and are refused there."""
 
 
 @pytest.mark.parametrize("name", EXPERT_MODELS)
