@@ -26,7 +26,7 @@ def expert_maths(model: nn.Module, kinds: Sequence[str]) -> ExpertMaths:
     return kernels
 
 
-def report_experts(record: Swapped, adapted: Collection[str]) -> None:
+def report_experts(record: Swapped, adapted: Collection[str] = ()) -> None:
     """Warn, on the first rank, of layers of experts that run no kernels.
 
     Args:
