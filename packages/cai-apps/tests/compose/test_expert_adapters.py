@@ -48,7 +48,7 @@ CHOICES = {
     "qwen3_moe": LORA,
     "deepseek_v3": replace(LORA, targets=("kv_b_proj", *BOTH), rank_stabilized=True),
     "gpt_oss": replace(LORA, targets=(*LAYERS, *BOTH)),
-    "experts alone": replace(LORA, targets=("down_proj",)),
+    "experts alone": replace(LORA, targets=("experts.down_proj",)),
 }
 """Types of models, gpt-oss with biases and matrices held the other way round, and options of their adapters."""
 LAYOUTS = {
@@ -136,7 +136,7 @@ def peft_model(kind: str):
         lora_alpha=lora.alpha,
         use_rslora=lora.rank_stabilized,
         target_modules=[target for target in lora.targets if target not in parameters],
-        target_parameters=[f"experts.{name}" if "." not in name else name for name in parameters],
+        target_parameters=parameters,
         task_type="CAUSAL_LM",
     )
     return peft.get_peft_model(base, options).double()
@@ -329,10 +329,19 @@ def test_beside_experts_of_another_form_other_layers_have_adapters():
         add_adapters(model, LORA, ("experts",))
 
 
+@pytest.mark.parametrize("targets", [(), ("down_proj",), ("q_a_proj", "shared_experts.down_proj")], ids=str)
+def test_linear_layers_that_peft_takes_for_experts_are_refused(targets):
+    """DeepSeek's shared expert has linear layers with the names of its experts' matrices."""
+    config = replace(config_of("deepseek_v3", "one"), lora=replace(LORA, targets=targets))
+    with pytest.raises(ConfigError, match="peft would take linear layers"):
+        on_meta(config, model_of("deepseek_v3"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"lora": replace(LORA, targets=("experts.gate_proj",))}, "experts.gate_up_proj"),
+        ({"lora": replace(LORA, targets=("gate_up_proj",))}, "experts.gate_up_proj"),
         ({"lora": replace(LORA, dropout=0.1)}, "lora.dropout"),
     ],
 )

@@ -59,7 +59,7 @@ def expert_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, tup
 
     Args:
         model: a model without adapters.
-        targets: names of parameters, or of whole layers of experts, or ends of them from a dot on.
+        targets: names of layers of experts, or ends of them from a dot on, with that of one matrix or without.
     """
     chosen: dict[str, tuple[str, ...]] = {}
     for layer, names in _matrices(model).items():
@@ -78,8 +78,11 @@ def without_experts(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]
 
 
 def _names(layer: str, matrix: str, target: str) -> bool:
-    """Whether a target is the end of the name of a layer of experts, or of one of its matrices."""
-    return _is_end(layer, target) or _is_end(f"{layer}.{matrix}", target)
+    """Whether a target is the end of the name of a layer of experts, or of one of its matrices from the layer's on.
+
+    "down_proj" alone is a linear layer, as that of a shared expert.
+    """
+    return _is_end(layer, target) or ("." in target and _is_end(f"{layer}.{matrix}", target))
 
 
 def _matrices(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -286,6 +289,6 @@ def ends_of(chosen: dict[str, tuple[str, ...]], targets: Iterable[str]) -> list[
         for target in targets:
             if _is_end(layer, target):
                 ends.update(f"{target}.{matrix}" for matrix in matrices)
-            elif any(_is_end(f"{layer}.{matrix}", target) for matrix in matrices):
+            elif any(_names(layer, matrix, target) for matrix in matrices):
                 ends.add(target)
     return sorted(ends)

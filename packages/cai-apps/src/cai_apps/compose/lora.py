@@ -78,9 +78,29 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it sees which layers have it
             inject_adapter_in_model(peft_options(lora, layers), model)
+        _check_left_linear(model)
     add_expert_adapters(model, lora, scale_of(lora), experts)
     for name in learned:
         model.get_submodule(name).requires_grad_(True)
+
+
+def _check_left_linear(model: nn.Module) -> None:
+    """Raise ConfigError where peft has put adapters of linear layers beside experts.
+
+    Since transformers 5 it takes names such as `down_proj`, whole ones too, for matrices of experts
+    (`convert_peft_config_for_transformers`), and a shared expert or a dense layer of that name has none.
+    """
+    wrapped = next(
+        (name for name, module in model.named_modules() if hasattr(module, "parameter_name")), None
+    )
+    if wrapped is not None:
+        raise ConfigError(
+            "peft would take linear layers of lora.targets for matrices of experts",
+            got=f"an adapter beside {wrapped}",
+            cause=f"{type(model).__name__} has linear layers and experts with matrices of one name",
+            fix="name the layers of attention as lora.targets, and experts for the matrices of experts: "
+            "--lora.targets q_proj k_proj v_proj o_proj experts",
+        )
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
