@@ -50,6 +50,11 @@ def build(options: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     return model
 
 
+def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
 def main() -> None:
     options = arguments()
     on_gpu = torch.cuda.is_available()
@@ -65,9 +70,7 @@ def main() -> None:
     for _ in range(options.steps):
         start = time.perf_counter()
         ids = torch.randint(0, model.config.vocab_size, (options.batch, options.sequence), device=device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-        del logits
+        loss = loss_of(model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

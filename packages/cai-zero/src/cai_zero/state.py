@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,52 +10,83 @@ from torch import nn
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients import local_gradient, plain
-from cai_mesh.layout import SIGNATURE, BoxedTensor, canonical_name
+from cai_mesh.layout import SIGNATURE, BoxedTensor, canonical_name, note_writes
+
+AT_ONCE = 256 * 2**20
+"""Bytes of parameters that one step with zeros takes, of several."""
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer allocate the state it lacks, changing nothing: a step with zero gradients, rate and decay.
+    """Make an optimizer allocate the state it lacks, changing nothing: steps with zero gradients, rate and decay.
 
-    A fresh one lacks all, one that has stepped that of parameters that never had a gradient.
+    A fresh one lacks all, one that has stepped that of parameters that never had a gradient. A step is of few
+    parameters, as zeros and copies of all would take more memory than training does.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     missing = [p for p in params if p.requires_grad and p not in optimizer.state]
     if not missing:
         return
     gradients = [(p, local_gradient(p)) for p in params]
-    with plain(params):
-        _step_with_zeros(optimizer, params, missing, gradients)
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for some in _by_size(missing):
+        with plain(params):  # a step of shards shows them again
+            _step_with_zeros(optimizer, params, some)
+    for group, before in zip(optimizer.param_groups, options, strict=True):
+        _set_back(group, before)
+    with torch.no_grad(), plain(params):
+        for p, grad in gradients:
+            p.grad = grad
+    note_writes()
+
+
+def _by_size(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Parameters in order, so many at a time as are small together, or one that is larger.
+
+    Of shards, whole parameters count: ranks that share them step as often.
+    """
+    some, size = list[torch.Tensor](), 0
+    for param in params:
+        whole = param.shape.numel() * param.itemsize  # `nbytes` of a shard is the shard's
+        if some and size + whole > AT_ONCE:
+            yield some
+            some, size = [], 0
+        some.append(param)
+        size += whole
+    yield some
 
 
 def _step_with_zeros(
-    optimizer: torch.optim.Optimizer,
-    params: list[torch.Tensor],
-    missing: list[torch.Tensor],
-    gradients: list[tuple[torch.Tensor, torch.Tensor | None]],
+    optimizer: torch.optim.Optimizer, params: list[torch.Tensor], some: list[torch.Tensor]
 ) -> None:
-    kept_options = [
-        {k: group[k] for k in ("lr", "weight_decay") if k in group} for group in optimizer.param_groups
-    ]
-    values = [p.detach().clone() for p in missing]
-    for p in params:
-        p.grad = None
-    for p in missing:
-        p.grad = torch.zeros_like(p)
+    """Step some of the parameters; no other has a gradient."""
+    values = [p.detach().clone() for p in some]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         if "weight_decay" in group:
             group["weight_decay"] = 0.0  # decay that joins the gradient would enter the moments
+    for p in params:
+        p.grad = None
+    for p in some:
+        p.grad = torch.zeros_like(p)
     optimizer.step()
-    for group, options in zip(optimizer.param_groups, kept_options, strict=True):
-        group.update(options)
-    with torch.no_grad(), plain(params):  # a step of shards has shown them again
-        for p, grad in gradients:
-            p.grad = grad
-        for p, value in zip(missing, values, strict=True):
+    with torch.no_grad(), plain(params):
+        for p, value in zip(some, values, strict=True):
+            p.grad = None
             p.copy_(value)
             step = optimizer.state[p].get("step")
             if isinstance(step, torch.Tensor):
                 step.zero_()
+            elif isinstance(step, int):
+                optimizer.state[p]["step"] = 0
+
+
+def _set_back(group: dict[str, Any], before: dict[str, Any]) -> None:
+    """Undo what steps did to a group: its options, and counts that it did not have."""
+    for key, value in group.items():
+        if key in before:
+            group[key] = before[key]
+        elif type(value) is int:
+            group[key] = 0
 
 
 def state_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:

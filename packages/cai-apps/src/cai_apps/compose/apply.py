@@ -189,11 +189,11 @@ def _overlaps(config: RunConfig, device: torch.device) -> bool:
 def _kernels(config: RunConfig, device: torch.device, compiled: bool) -> tuple[str, ...]:
     """Which kinds of modules run kernels. Triton has none in float64.
 
-    Beside compiled blocks two kinds remain: the compiler keeps torch's attention as it is and does not reach the loss.
-    Experts run kernels only where kernels are "on": their speed beside transformers' has not been measured.
+    Beside compiled blocks three kinds remain: the compiler keeps torch's attention as it is, does not reach the loss,
+    and makes no kernel that multiplies rows by the matrices of their experts and gates them on the way.
     """
     if config.train.kernels == "auto":
         if device.type != "cuda" or config.precision.compute == "fp64":
             return ()
-        return ("attention", "loss") if compiled else tuple(kind for kind in KINDS if kind != "experts")
+        return ("attention", "loss", "experts") if compiled else KINDS
     return KINDS if config.train.kernels == "on" else ()

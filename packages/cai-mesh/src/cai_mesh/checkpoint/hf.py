@@ -31,6 +31,7 @@ from cai_mesh.files.published import DIFFUSERS, TRANSFORMERS, index_name
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
 from cai_mesh.layout.record import canonical_name
+from cai_mesh.layout.writes import note_writes
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights that need no scale beside them, as safetensors names them."""
@@ -116,6 +117,7 @@ def load_hf(
                 if (inside := part.box.intersect(box)) is not None:
                     values = stored.read(part.source, part.region(inside))
                     view[inside.within(box)].copy_(part.arranged(values))
+    note_writes()
 
 
 def _described(assembly: Assembly | None) -> str:

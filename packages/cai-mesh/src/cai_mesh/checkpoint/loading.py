@@ -32,6 +32,7 @@ from cai_mesh.comm.collectives import all_gather_object
 from cai_mesh.errors import CheckpointError
 from cai_mesh.layout.boxed import BoxedTensor
 from cai_mesh.layout.boxes import Box
+from cai_mesh.layout.writes import note_writes
 
 SHOWN = 8
 """Mismatches listed in an error."""
@@ -86,6 +87,7 @@ def load(checkpoint: str | os.PathLike, state: Mapping[str, Any], *, verify: boo
     boxes, _ = together(lambda: as_boxes(state), group, doing=doing)
     _compare(path, metadata, boxes)
     together(lambda: _fill(path, metadata, boxes), group, doing=doing)
+    note_writes()
     return values
 
 

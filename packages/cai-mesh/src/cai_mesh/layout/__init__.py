@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from cai_mesh.layout.reduce import ReduceSpec
     from cai_mesh.layout.signature import SIGNATURE, check_signature, extent_of, same_parts, signature_of
+    from cai_mesh.layout.writes import count_writes, note_writes
 
 __all__ = [
     "ALIGNMENT",
@@ -49,10 +50,12 @@ __all__ = [
     "attach_to",
     "canonical_name",
     "check_signature",
+    "count_writes",
     "extent_of",
     "keep_attached",
     "layout_of",
     "moved",
+    "note_writes",
     "parts_by_axes",
     "placements_of",
     "record_of",
@@ -87,5 +90,6 @@ __getattr__ = lazy(
         ),
         "reduce": ("ReduceSpec",),
         "signature": ("SIGNATURE", "check_signature", "extent_of", "same_parts", "signature_of"),
+        "writes": ("count_writes", "note_writes"),
     },
 )

@@ -17,7 +17,7 @@ from torch import nn
 
 from cai_mesh.comm import PeerGather, SideStream
 from cai_mesh.errors import PlanError
-from cai_mesh.layout import ReduceSpec
+from cai_mesh.layout import ReduceSpec, count_writes
 from cai_mesh.protocols import CommHandle, Residency
 from cai_mesh.storage import FlatUnit, StoredShard
 from cai_zero.reduction.compression import Compression, gather_weights
@@ -162,7 +162,7 @@ class Gatherer:
         )
 
     def _versions(self, unit: Sharded) -> tuple[int, ...]:
-        return tuple(self._residency.version(part.stored) for part in unit.parts)
+        return (count_writes(), *(self._residency.version(part.stored) for part in unit.parts))
 
     def is_stale(self, unit: Sharded) -> bool:
         """Whether the shards have changed since they were gathered last."""
