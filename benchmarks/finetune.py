@@ -39,6 +39,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--experts", action="store_true", help="adapters beside attention and stacked experts")
+    parser.add_argument("--checkpointing", action="store_true", help="make activations of each layer again")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -61,12 +63,13 @@ def write_folder(options: argparse.Namespace, device: torch.device) -> None:
 def write_outline(options: argparse.Namespace) -> None:
     """What a folder of a pretrained model has beside its weights, of which there is one that nobody reads."""
     from safetensors.torch import save_file
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from cai_apps.compose.models import load_model_config
     from cai_apps.data.chat.tokenizer import train_text_tokenizer
 
     config = load_model_config(options.model)
-    config.architectures = ["LlamaForCausalLM"]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(options.folder)
     save_file({"none": torch.zeros(1)}, options.folder / "model.safetensors", {"format": "pt"})
     train_text_tokenizer([Path(argparse.__file__).read_text()] * 4, 2000).save_pretrained(options.folder)
@@ -103,10 +106,15 @@ def peft_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(model=base, fused_linear_cross_entropy=True)
-    lora = LoraConfig(
-        r=options.rank, lora_alpha=options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    targets: dict = {"target_modules": "all-linear"}
+    if options.experts:
+        parameters = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": parameters}
+    lora = LoraConfig(r=options.rank, lora_alpha=options.rank, task_type="CAUSAL_LM", **targets)
     model = get_peft_model(base, lora).train()
+    if options.checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
     if "compiled" in options.form:
         for layer in base.model.layers:
             layer.forward = torch.compile(layer.forward)

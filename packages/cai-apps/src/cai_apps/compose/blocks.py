@@ -93,6 +93,8 @@ def compile_layers(
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, 4 * most * sizes)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 8 * most * sizes)
+    # what a hook notes in a layer that is run again in backward (`routing.balance.Noted`) is noted once, in forward
+    limits.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in layers:
         layer.forward = torch.compile(layer.forward, **options)
     for module, name in methods:

@@ -191,13 +191,13 @@ def compute_adapted(
 ) -> Tensor:
     """Compute a layer of experts with its adapters: a form of `ExpertMaths`, whose arguments it has."""
     form: ExpertForm = vars(layer)[FORM]
-    firsts, seconds = (layer.get_submodule(name)._parameters for name in (FIRST, SECOND))
+    firsts, seconds = layer._modules[FIRST]._parameters, layer._modules[SECOND]._parameters  # type: ignore[union-attr]
     scale = 0.0 if vars(layer).get("_disable_adapters") else vars(layer)[SCALE]
-    pairs = {
-        name: (first.to(tokens.dtype), second.to(tokens.dtype), scale)
-        for name, first in firsts.items()
-        if scale and first is not None and (second := seconds[name]) is not None
-    }
+    pairs = {}
+    for name, first in firsts.items():  # the compiler cannot follow a name that a comprehension binds
+        second = seconds[name]
+        if scale and first is not None and second is not None:
+            pairs[name] = (first.to(tokens.dtype), second.to(tokens.dtype), scale)
     return form.compute(layer, tokens, ids, weights, visits, adapters=pairs)
 
 

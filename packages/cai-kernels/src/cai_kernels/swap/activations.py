@@ -8,10 +8,12 @@ traced forward runs while that is the same, and the old one else.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
@@ -61,6 +63,7 @@ class _Shallow(torch.fx.Tracer):
 
 def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> None:
     """Rewrite the forward of every module that multiplies a child's activation with another tensor."""
+    shared: dict[tuple[Any, ...], Callable] = {}
     for name, module in list(model.named_modules()):
         gates = {n: gate for n, child in module.named_children() if (gate := _activation(child)) is not None}
         if not gates:
@@ -75,7 +78,7 @@ def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> Non
             graph, untraced = _trace(module, training)
             reason = reason or untraced
             kinds = _rewrite(graph, {n: gate.kind for n, gate in gates.items()}, backend)
-            traced[training] = type(torch.fx.GraphModule(module, graph)).forward
+            traced[training] = _forward_of(module, graph, shared)
         if kinds:
             of_gates = (gate.trouble for gate in gates.values() if gate.trouble)
             reason = reason or _blind(code.words) or next(of_gates, None)
@@ -86,6 +89,15 @@ def swap_activations(model: nn.Module, record: Swapped, backend: Backend) -> Non
                 traced[False] = traced[True]
             forward = _guarded(traced, code.guard(set(gates)), gates)
             record.put(name, module, forward, "activation", " and ".join(kinds))
+
+
+def _forward_of(
+    module: nn.Module, graph: torch.fx.Graph, shared: dict[tuple[Any, ...], Callable]
+) -> Callable:
+    """Return the function of a graph; graphs that are alike have one, as torch compiles each for itself."""
+    traced = torch.fx.GraphModule(module, graph)
+    functions = tuple(node.target for node in graph.nodes if node.op == "call_function")
+    return shared.setdefault((traced.code, functions), type(traced).forward)
 
 
 def _guarded(traced: dict[bool, Callable], guard: Guard, gates: dict[str, Activation]) -> Callable:
@@ -210,6 +222,7 @@ PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@functools.cache  # one function, so that layers have one code
 def _kernel(kind: str, backend: Backend) -> tuple[str, Gated]:
     """A name for the record, and the kernel: for what it takes, else the product in plain torch."""
     if kind == "silu":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +44,33 @@ class Share:
     axes: tuple[str, ...]
 
 
+class Noted:
+    """What one router returned in a forward: a hook, which the compiler takes into the code that layers share.
+
+    It holds nothing that differs from layer to layer but the tensors, and is empty when a forward begins. With numbers
+    of layers, or one list for all, each layer would be compiled for itself, and after eight no more were.
+
+    Args:
+        router: the router.
+        number: its place among those of the whole model.
+    """
+
+    def __init__(self, router: Router, number: int):
+        self._router, self.number = router, number
+        self.is_open = False
+        self._outputs: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note logits and choice in a stage's forward, not where that runs again in backward."""
+        if self.is_open:
+            self._outputs = (*self._outputs, (self._router.logits(output), self._router.choice(output)))
+
+    def take(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return logits and choices, a pair for each call since the last one taken, and forget them."""
+        outputs, self._outputs = self._outputs, ()
+        return outputs
+
+
 class Balance:
     """The routers of a session, a `cai_pipeline.Companion`.
 
@@ -73,8 +99,7 @@ class Balance:
         self._share, self._passes = share, microbatches * degree(mesh, DATA_AXES)
         self._most = max(router.experts for router in routers)
         self.size = 2 * self._most + 2 if options.aux_loss or options.z_loss else 0
-        self._open = False
-        self._noted: list[tuple[int, Tensor, Tensor]] = []
+        self._noted: list[Noted] = []
         self._sums: Tensor | None = None
         self._token_weights: Tensor | None = None
         self._places = 0
@@ -88,14 +113,10 @@ class Balance:
         present = set(model.modules())
         for number, router in enumerate(self.routers):
             if router.module in present:
-                router.module.register_forward_hook(partial(self._note, number))
+                noted = Noted(router, number)
+                router.module.register_forward_hook(noted)
+                self._noted.append(noted)
         accompany(model, self)
-
-    def _note(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Note what a router returns in a stage's forward, not where that runs again in backward."""
-        if self._open:
-            router = self.routers[number]
-            self._noted.append((number, router.logits(output), router.choice(output)))
 
     def start_step(self) -> None:
         """Begin to add up loads and losses anew."""
@@ -105,27 +126,36 @@ class Balance:
 
     def begin(self, model: nn.Module, received: Tensor | None, inputs: Mapping[str, Any]) -> None:
         """See a forward begin: a `Companion`'s. Only those of training are looked at."""
-        self._noted, self._open, self._sums = [], model.training, received
-        if self._open:
+        self._sums = received
+        for noted in self._noted:
+            noted.take()  # of a forward that raised
+            noted.is_open = model.training
+        if model.training:
             self._token_weights, self._places = self._weights_of(inputs), inputs["input_ids"].numel()
 
     def end(self) -> Tensor | None:
         """See a forward end: a `Companion`'s."""
-        noted, self._noted, self._open = self._noted, [], False
         sums = torch.zeros(self.size, dtype=torch.float64, device=self._loads.device)
         if self._sums is not None:
             sums = sums + self._sums
-        for number, logits, choice in noted:
-            share = self._share_of(logits)
-            weights = self._weights_for(share)
-            self._count(number, logits.detach(), choice, weights)
-            if share is not None:
-                self._parts.add(number)
-            if self.size:
-                added = sums_of(logits, choice, weights, squares=self.options.z_loss > 0).double()
-                sums = sums + (added if share is None else reduce_from(added, group(self._mesh, share.axes)))
+        for noted in self._noted:
+            noted.is_open = False
+            for logits, choice in noted.take():
+                sums = self._add(sums, noted.number, logits, choice)
         self._sums, self._token_weights = sums, None
         return sums if self.size else None
+
+    def _add(self, sums: Tensor, number: int, logits: Tensor, choice: Tensor) -> Tensor:
+        """Count what a router has decided; returns the sums of all layers with its own."""
+        share = self._share_of(logits)
+        weights = self._weights_for(share)
+        self._count(number, logits.detach(), choice, weights)
+        if share is not None:
+            self._parts.add(number)
+        if not self.size:
+            return sums
+        added = sums_of(logits, choice, weights, squares=self.options.z_loss > 0).double()
+        return sums + (added if share is None else reduce_from(added, group(self._mesh, share.axes)))
 
     def _share_of(self, logits: Tensor) -> Share | None:
         """Return the part of a microbatch that a router has seen; None: all of it."""
