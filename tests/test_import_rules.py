@@ -93,6 +93,7 @@ ROOMS = {
         "cut": {"modes", "plans"},
         "trial": {"cut", "modes", "plans"},
         "finding": {"cut", "modes", "plans", "trial"},
+        "context": {"trial"},
         "experts": {"cut", "finding", "modes", "plans", "trial"},
         "parallelization": {"cut", "experts", "finding", "modes", "plans", "trial"},
     },

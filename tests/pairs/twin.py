@@ -32,6 +32,8 @@ EXPERTS = {
     "mixtral": {**MODELS["llama"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**MODELS["llama"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+IN_FLOAT64 = {f"{name}, sdpa": MODELS[name] for name in ("llama", "gpt2")}
+"""With torch's attention, whose softmax is not float32's."""
 PAIRS: dict[str, dict[str, Any]] = {
     "bart": {
         "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "dropout": 0.0,
@@ -48,10 +50,13 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(name.partition(",")[0], **(MODELS | DEEP | EXPERTS | PAIRS)[name])
+    config = AutoConfig.for_model(
+        name.partition(",")[0], **(MODELS | DEEP | EXPERTS | IN_FLOAT64 | PAIRS)[name]
+    )
     config._experts_implementation = "eager"  # torch's grouped product has no float64
     auto = AutoModelForSeq2SeqLM if name in PAIRS else AutoModelForCausalLM
-    return auto.from_config(config, attn_implementation="eager").to(torch.float64)
+    attention = "sdpa" if name in IN_FLOAT64 else "eager"
+    return auto.from_config(config, attn_implementation=attention).to(torch.float64)
 
 
 def batch(step: int, index: int = 0, count: int = 1) -> torch.Tensor:

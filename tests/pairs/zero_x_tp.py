@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import twin
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
 
 from cai_mesh import BoxedTensor, ParallelMesh, clip_grad_norm_
 from cai_mesh.testing import assert_names_kept, run_ranks
-from cai_tensor_parallel import parallelize, parallelize_experts, sub_axes
+from cai_tensor_parallel import cut_batch, parallelize, parallelize_context, parallelize_experts, sub_axes
 from cai_zero import shard_module, shard_optimizer
 
 EVEN = 8
@@ -104,4 +105,49 @@ def train_each(name: str):
 @pytest.mark.parametrize("name", list(twin.EXPERTS))
 def test_spread_experts_equal_one_process(name: str):
     for results in zip(*run_ranks(4, train_each, name), strict=True):
+        twin.assert_equals_one_process(name, list(results))
+
+
+def train_context(name: str, stage: int, mode: str, tensor: int):
+    """Rows over two ranks; ZeRO shards over these and the data ranks alike."""
+    shape = (dist.get_world_size() // 2 // tensor, 2, tensor)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "cp", "tp"))
+    model = twin.build(name)
+    if tensor > 1:
+        parallelize(model, mesh)
+    parallelize_context(model, mesh, mode=mode)
+    if stage == 3:
+        shard_module(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage < 3:
+        optimizer = shard_optimizer(optimizer, mesh, model=model, stage=stage)
+
+    def backward(ids):
+        batch = cut_batch({"input_ids": ids, "labels": ids}, mesh)
+        labels = batch.pop("shift_labels").flatten()
+        logits = model(**batch, use_cache=False).logits.flatten(0, 1)
+        part = cross_entropy(logits, labels, reduction="sum") / (ids[:, 1:].numel() / 2)
+        part.backward()  # ranks of the context average, as data ranks do
+        whole = part.detach() / 2
+        dist.all_reduce(whole, group=mesh.get_group("cp"))
+        return whole
+
+    def clip():
+        if stage == 3:
+            return clip_grad_norm_(model.parameters(), twin.CLIP, mesh)
+        return optimizer.clip_grad_norm_(twin.CLIP)
+
+    losses, norms = twin.train(backward, clip, optimizer, mesh["dp_shard"])
+    return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
+
+
+def contexts(name: str):
+    """All in one start of ranks."""
+    cases = itertools.product((0, 1, 2, 3), ("gather", "ulysses"), (1, 2))
+    return [train_context(name, stage, mode, tensor) for stage, mode, tensor in cases]
+
+
+@pytest.mark.parametrize("name", list(twin.IN_FLOAT64))
+def test_rows_over_ranks_equal_one_process(name: str):
+    for results in zip(*run_ranks(4, contexts, name), strict=True):
         twin.assert_equals_one_process(name, list(results))

@@ -1,6 +1,8 @@
 """Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
 
 from cai_mesh.comm import sub_axes
+from cai_tensor_parallel.context.batches import cut_batch
+from cai_tensor_parallel.context.parallelization import parallelize_context
 from cai_tensor_parallel.cut.loss import sharded_logits
 from cai_tensor_parallel.experts.finding import ExpertsRole, find_experts
 from cai_tensor_parallel.experts.layer import ExpertMaths, own_forward
@@ -28,12 +30,14 @@ __all__ = [
     "Plan",
     "ShardedLogits",
     "TorchChunks",
+    "cut_batch",
     "find_experts",
     "gather_logits",
     "head_log_probs",
     "is_cut_by_columns",
     "own_forward",
     "parallelize",
+    "parallelize_context",
     "parallelize_experts",
     "plan_for",
     "sharded_logits",

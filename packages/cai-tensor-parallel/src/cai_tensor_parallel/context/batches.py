@@ -1,0 +1,100 @@
+"""A batch of whole rows, cut so that every rank has its tokens of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cai_mesh.comm import AnyMesh, ParallelMesh
+from cai_mesh.errors import PlanError
+from cai_tensor_parallel.context.cutting import Cut
+
+IGNORED = -100
+"""The label of a token that no loss counts, as in transformers."""
+
+
+def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
+    """Return this rank's tokens of a batch of whole rows, for a model of `parallelize_context`.
+
+    Rows that do not divide get tokens at their end that are a document of their own and that no loss counts.
+
+    Args:
+        batch: the same on all ranks of `cp`: `input_ids` [B, S], and where there are, `labels` [B, S] as transformers
+            has them, not shifted; `position_ids` [B, S] or [n, B, S]; `cu_seqlens` [B, D + 1] int32, where documents
+            begin and rows end; `attention_mask` [B, S] of ones, and of zeros where a row is filled up.
+        mesh: the mesh of the model.
+
+    Returns `input_ids` and `position_ids` [B, S / cp]; `cu_seqlens` of whole rows, where there are documents; and for
+    `labels` `shift_labels` [B, S / cp], the token that follows each: compare logits with them as they are,
+    `cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")`, or give a model of transformers both
+    `labels` and `shift_labels`. Raises `PlanError` for what it does not know how to cut.
+    """
+    mesh = ParallelMesh.of(mesh)
+    known = {"input_ids", "labels", "position_ids", "cu_seqlens", "attention_mask"}
+    if unknown := sorted(set(batch) - known):
+        raise PlanError(
+            "a batch has what cut_batch does not know how to cut",
+            got=", ".join(unknown),
+            expected=", ".join(sorted(known)),
+            fix="cut it by Cut(ranks, index).own(rows, dim), or leave it out",
+        )
+    ids = batch["input_ids"]
+    cut = Cut(mesh.degree("cp"), mesh.index("cp"))
+    added = -ids.shape[1] % cut.multiple
+    documents = _documents(batch, added)
+    places = batch.get("position_ids")
+    if places is None:
+        places = _places(batch.get("cu_seqlens"), ids)
+    result = {"input_ids": cut.own(F.pad(ids, (0, added)), 1)}
+    result["position_ids"] = cut.own(F.pad(places, (0, added)), -1)
+    if documents is not None:
+        result["cu_seqlens"] = documents
+    if (labels := batch.get("labels")) is not None:
+        following = F.pad(labels[:, 1:], (0, 1 + added), value=IGNORED)
+        result["shift_labels"] = cut.own(following, 1)
+    return result
+
+
+def _places(starts: Tensor | None, ids: Tensor) -> Tensor:
+    """Positions that count from each document's beginning; of whole rows where there are none."""
+    places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if starts is None:
+        return places
+    document = torch.searchsorted(starts.long(), places.contiguous(), right=True) - 1
+    return places - starts.long().gather(1, document)
+
+
+def _documents(batch: Mapping[str, Tensor], added: int) -> Tensor | None:
+    """Where documents begin, int32 [B, D + 1], with what fills rows up as documents of its own; None: one a row."""
+    ids, mask, starts = batch["input_ids"], batch.get("attention_mask"), batch.get("cu_seqlens")
+    length = ids.shape[1]
+    if mask is not None and mask.shape != ids.shape:
+        raise PlanError(
+            "a mask of pairs of tokens cannot be cut",
+            got=f"attention_mask {tuple(mask.shape)}",
+            expected=f"{tuple(ids.shape)}, of ones and zeros, or cu_seqlens",
+        )
+    if mask is not None and not bool(mask.bool().all()):
+        if starts is not None:
+            raise PlanError(
+                "a batch has documents and a mask of padding",
+                fix="let cu_seqlens say what is padding, as a document of its own",
+            )
+        starts = _changes(mask.bool())
+    if starts is None and not added:
+        return None
+    if starts is None:
+        starts = ids.new_tensor([[0, length]], dtype=torch.int32).expand(len(ids), 2)
+    return F.pad(starts, (0, 1), value=length + added).int() if added else starts.int()
+
+
+def _changes(mask: Tensor) -> Tensor:
+    """Where a mask's runs of ones and of zeros begin, int32 [B, runs + 1], rows filled up with their length."""
+    rows, length = mask.shape
+    begins = [[0, *(mask[row].diff().nonzero().flatten() + 1).tolist()] for row in range(rows)]
+    most = max(map(len, begins))
+    filled = [begin + [length] * (most + 1 - len(begin)) for begin in begins]
+    return torch.tensor(filled, dtype=torch.int32, device=mask.device)

@@ -1,0 +1,207 @@
+"""Rows over ranks: losses and all gradients are those of one plain process that has whole rows."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from cai_mesh.testing import RankError, run_ranks
+from cai_tensor_parallel import cut_batch, parallelize_context
+from cai_tensor_parallel.context.cutting import Cut
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+HEAD = {"head_dim": 8}
+KINDS = {
+    "llama": SMALL,
+    "llama, one head of keys": SMALL | {"num_key_value_heads": 1},
+    "qwen3": SMALL | HEAD,
+    "mistral": SMALL | HEAD | {"sliding_window": 5},
+    "gemma2": SMALL | HEAD | {"sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": SMALL | HEAD | {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+    | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mixtral": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Types of transformers, and sizes of a small model: windows, a soft cap, layers of two kinds, learned positions."""
+BATCHES = ("rows", "documents", "padding")
+LENGTH = 21
+"""Tokens of a row, which divide over no number of ranks."""
+LENGTHS = ((21,), (7, 9, 5), (2, 19))
+
+
+def model_of(kind: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind.partition(",")[0], **KINDS[kind], attn_implementation="eager")
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def batch_of(name: str) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 61, (3, LENGTH), generator=random)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if name == "documents":
+        starts = [[0, *torch.tensor(row).cumsum(0).tolist()] for row in LENGTHS]
+        batch["cu_seqlens"] = torch.tensor([[*row, *[LENGTH] * (4 - len(row))] for row in starts]).int()
+        for row, places in enumerate(starts):
+            batch["labels"][row, places[:-1]] = -100
+    if name == "padding":
+        batch["attention_mask"] = (torch.arange(LENGTH) < torch.tensor([[21], [13], [4]])).long()
+        batch["labels"][batch["attention_mask"] == 0] = -100
+    return batch
+
+
+@functools.cache
+def twin(kind: str, name: str):
+    """Loss and gradients of whole rows; each document alone, as nobody else has to keep them apart."""
+    model, batch = model_of(kind), batch_of(name)
+    total = int((batch["labels"][:, 1:] != -100).sum())
+    loss = torch.zeros((), dtype=torch.float64)
+    for row, lengths in enumerate(LENGTHS if name == "documents" else [(LENGTH,)] * 3):
+        first = 0
+        for length in lengths:
+            part = slice(first, first + length)
+            ids, labels = (batch[key][row : row + 1, part] for key in ("input_ids", "labels"))
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+            loss = loss + F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+            first += length
+    (loss / total).backward()
+    return float(loss / total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def over_ranks(kind: str, name: str, mode: str, world: int):
+    """Loss and gradients of all ranks together."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    model = parallelize_context(model_of(kind), mesh, mode=mode)
+    whole = batch_of(name)
+    batch = cut_batch(whole, mesh)
+    labels = batch.pop("shift_labels")
+    logits = model(**batch, use_cache=False).logits.flatten(0, 1)
+    total = int((whole["labels"][:, 1:] != -100).sum())
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100) / total
+    loss.backward()
+    loss = loss.detach()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for tensor in (loss, *gradients.values()):
+        dist.all_reduce(tensor)
+    return float(loss), gradients
+
+
+def over_ranks_each(cases, mode: str, world: int):
+    return {case: over_ranks(*case, mode, world) for case in cases}
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_equals_one_process(world, mode):
+    cases = [(kind, name) for kind in KINDS for name in BATCHES]
+    results = run_ranks(world, over_ranks_each, cases, mode, world, timeout=240)[0]
+    for case in cases:
+        loss, gradients = twin(*case)
+        got, found = results[case]
+        assert got == pytest.approx(loss, rel=1e-9 if case[0] == "gpt2" else 1e-6), case
+        assert set(found) == set(gradients)
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for key, gradient in gradients.items():
+            assert torch.allclose(found[key], gradient, rtol=0, atol=1e-6 * largest), (case, key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_cut_is_undone(ranks):
+    rows = torch.arange(2 * 12 * ranks).view(2, 12 * ranks)
+    parts = [Cut(ranks, index).own(rows, 1) for index in range(ranks)]
+    cut = Cut(ranks, 0)
+    assert torch.equal(cut.in_order(torch.cat(parts, 1), 1), rows)
+    assert torch.equal(cut.by_rank(rows, 1), torch.cat(parts, 1))
+    keys = [
+        sum(end * (end + 1) / 2 - begin * (begin + 1) / 2 for begin, end in Cut(ranks, i).spans(12 * ranks))
+        for i in range(ranks)
+    ]
+    assert len(set(keys)) == 1, "every rank attends to as many keys"
+
+
+def refused(case: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    if case == "jamba":
+        sizes = SMALL | {
+            "mamba_d_state": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "use_mamba_kernels": False,
+        }
+        parallelize_context(AutoModelForCausalLM.from_config(AutoConfig.for_model("jamba", **sizes)), mesh)
+    if case == "heads":
+        config = AutoConfig.for_model(
+            "llama", **(SMALL | {"num_attention_heads": 3, "hidden_size": 48, "num_key_value_heads": 3})
+        )
+        parallelize_context(AutoModelForCausalLM.from_config(config), mesh, mode="ulysses")
+    if case == "mode":
+        parallelize_context(model_of("llama"), mesh, mode="ring of rings")
+    if case == "bloom":
+        config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=61)
+        parallelize_context(AutoModelForCausalLM.from_config(config), mesh)
+    model, batch = parallelize_context(model_of("llama"), mesh), cut_batch(batch_of("rows"), mesh)
+    if case == "positions":
+        model(input_ids=batch["input_ids"])
+    if case == "labels":
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["shift_labels"])
+    if case == "mask":
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, -1] = 0
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=mask)
+    if case == "pairs":
+        cut_batch({"input_ids": torch.zeros(1, 4), "attention_mask": torch.zeros(1, 1, 4, 4)}, mesh)
+    if case == "unknown":
+        cut_batch(batch_of("rows") | {"pixel_values": torch.zeros(3, 4)}, mesh)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("jamba", "looks along a row"),
+        ("heads", "3 heads over 2 ranks"),
+        ("mode", "unknown mode"),
+        ("bloom", "cannot be exchanged"),
+        ("positions", "without position_ids"),
+        ("labels", "shift_labels"),
+        ("mask", "takes no mask"),
+        ("pairs", "pairs of tokens"),
+        ("unknown", "pixel_values"),
+    ],
+)
+def test_what_cannot_be_is_refused(case, message):
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, refused, case, timeout=60)
+
+
+def labels_of_transformers():
+    """The loss of a model of transformers itself, of labels and what follows them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = parallelize_context(model_of("llama"), mesh)
+    whole = batch_of("documents")
+    batch = cut_batch(whole, mesh)
+    total = int((whole["labels"][:, 1:] != -100).sum())
+    loss = model(**batch, labels=batch["shift_labels"], num_items_in_batch=total, use_cache=False).loss
+    dist.all_reduce(loss.detach())
+    return float(loss)
+
+
+def test_a_model_of_transformers_computes_its_loss():
+    assert run_ranks(2, labels_of_transformers)[0] == pytest.approx(twin("llama", "documents")[0], rel=1e-6)
