@@ -46,12 +46,12 @@ def _by_size(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """
     some, size = list[torch.Tensor](), 0
     for param in params:
-        whole = param.shape.numel() * param.itemsize  # `nbytes` of a shard is the shard's
-        if some and size + whole > AT_ONCE:
+        nbytes = param.shape.numel() * param.itemsize  # `nbytes` of a shard is the shard's
+        if some and size + nbytes > AT_ONCE:
             yield some
             some, size = [], 0
         some.append(param)
-        size += whole
+        size += nbytes
     yield some
 
 

@@ -33,29 +33,29 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
     `labels` and `shift_labels`. Raises `PlanError` for what it does not know how to cut.
     """
     mesh = ParallelMesh.of(mesh)
-    known = {"input_ids", "labels", "position_ids", "cu_seqlens", "attention_mask"}
-    if unknown := sorted(set(batch) - known):
+    names = {"input_ids", "labels", "position_ids", "cu_seqlens", "attention_mask"}
+    if unknown := sorted(set(batch) - names):
         raise PlanError(
             "a batch has what cut_batch does not know how to cut",
             got=", ".join(unknown),
-            expected=", ".join(sorted(known)),
+            expected=", ".join(sorted(names)),
             fix="cut it by Cut(ranks, index).own(rows, dim), or leave it out",
         )
     ids = batch["input_ids"]
-    cut = Cut(mesh.degree("cp"), mesh.index("cp"))
-    added = -ids.shape[1] % cut.multiple
+    row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
+    added = -ids.shape[1] % row_cut.multiple
     documents = _documents(batch, added)
     places = batch.get("position_ids")
     if places is None:
         places = _places(batch.get("cu_seqlens"), ids)
-    result = {"input_ids": cut.own(F.pad(ids, (0, added)), 1)}
-    result["position_ids"] = cut.own(F.pad(places, (0, added)), -1)
+    parts = {"input_ids": row_cut.own(F.pad(ids, (0, added)), 1)}
+    parts["position_ids"] = row_cut.own(F.pad(places, (0, added)), -1)
     if documents is not None:
-        result["cu_seqlens"] = documents
+        parts["cu_seqlens"] = documents
     if (labels := batch.get("labels")) is not None:
         following = F.pad(labels[:, 1:], (0, 1 + added), value=IGNORED)
-        result["shift_labels"] = cut.own(following, 1)
-    return result
+        parts["shift_labels"] = row_cut.own(following, 1)
+    return parts
 
 
 def _places(starts: Tensor | None, ids: Tensor) -> Tensor:

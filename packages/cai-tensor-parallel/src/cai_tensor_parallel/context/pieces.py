@@ -12,7 +12,7 @@ from cai_tensor_parallel.context.cutting import Cut
 
 
 def attend_pieces(
-    cut: Cut,
+    row_cut: Cut,
     rule: AttentionRule,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -24,12 +24,12 @@ def attend_pieces(
     Args:
         query: [B, N, S / ranks, H], the two pieces of the rank.
         key, value: [B, Nkv, S, H] of whole rows, in order.
-        call: what the layer asks for; `cu_seqlens` are those of whole rows.
+        call: the arguments of the layer; `cu_seqlens` are those of whole rows.
 
     Returns [B, N, S / ranks, H]. Raises `PlanError` for masks and prefixes, which are of one rank's tokens.
     """
     check_call(call)
-    pieces = zip(query.chunk(2, 2), cut.spans(key.shape[2]), strict=True)
+    pieces = zip(query.chunk(2, 2), row_cut.spans(key.shape[2]), strict=True)
     attend = _causal if call.causal else _both_ways
     return torch.cat([attend(rule, part, span, key, value, call) for part, span in pieces], 2)
 
@@ -80,12 +80,12 @@ def _both_ways(
     if call.window is None and call.cu_seqlens is None:
         return rule(query, key, value, plain)
     places = torch.arange(key.shape[2], device=key.device)
-    own = places[slice(*span)]
-    seen = torch.ones(1, len(own), len(places), dtype=torch.bool, device=key.device)
+    own_places = places[slice(*span)]
+    visible = torch.ones(1, len(own_places), len(places), dtype=torch.bool, device=key.device)
     if call.window is not None:
-        seen = seen & ((own[:, None] - places).abs() < call.window)
+        visible = visible & ((own_places[:, None] - places).abs() < call.window)
     if call.cu_seqlens is not None:
         rows = places.to(call.cu_seqlens.dtype).expand(len(call.cu_seqlens), -1).contiguous()
         document = torch.searchsorted(call.cu_seqlens, rows, right=True)
-        seen = seen & (document[:, slice(*span), None] == document[:, None])
-    return rule(query, key, value, replace(plain, mask=seen[:, None]))
+        visible = visible & (document[:, slice(*span), None] == document[:, None])
+    return rule(query, key, value, replace(plain, mask=visible[:, None]))

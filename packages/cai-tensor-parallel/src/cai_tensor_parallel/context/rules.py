@@ -27,12 +27,12 @@ class GatheredKeys:
 
     Args:
         group: the ranks.
-        cut: the cut of rows over them.
+        row_cut: the cut of rows over them.
         rule: the attention of one rank.
     """
 
     group: dist.ProcessGroup
-    cut: Cut
+    row_cut: Cut
     rule: AttentionRule = masked_attention
 
     def __call__(
@@ -40,8 +40,8 @@ class GatheredKeys:
     ) -> torch.Tensor:
         """Attend; an `AttentionRule`. Collective."""
         _check_lengths(query, key)
-        key, value = (self.cut.in_order(all_gather(rows, 2, self.group), 2) for rows in (key, value))
-        return attend_pieces(self.cut, self.rule, query, key, value, call)
+        key, value = (self.row_cut.in_order(all_gather(rows, 2, self.group), 2) for rows in (key, value))
+        return attend_pieces(self.row_cut, self.rule, query, key, value, call)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class ExchangedHeads:
 
     Args:
         group: the ranks.
-        cut: the cut of rows over them.
+        row_cut: the cut of rows over them.
         rule: the attention of one rank.
     """
 
     group: dist.ProcessGroup
-    cut: Cut
+    row_cut: Cut
     rule: AttentionRule = masked_attention
 
     def __call__(
@@ -66,16 +66,16 @@ class ExchangedHeads:
         """Attend; an `AttentionRule`. Collective."""
         _check_lengths(query, key)
         check_call(call)
-        check_heads(query.shape[1], self.cut.ranks)
+        check_heads(query.shape[1], self.row_cut.ranks)
         heads = key.shape[1]
-        repeats = math.lcm(heads, self.cut.ranks) // heads
+        repeats = math.lcm(heads, self.row_cut.ranks) // heads
         if query.shape[1] % (heads * repeats):  # then each head of queries has keys of its own
             repeats = query.shape[1] // heads
         key, value = (rows.repeat_interleave(repeats, 1) if repeats > 1 else rows for rows in (key, value))
         query, key, value = (
-            self.cut.in_order(swap_shards(rows, 2, 1, self.group), 2) for rows in (query, key, value)
+            self.row_cut.in_order(swap_shards(rows, 2, 1, self.group), 2) for rows in (query, key, value)
         )
-        output = self.cut.by_rank(self.rule(query, key, value, call), 2)
+        output = self.row_cut.by_rank(self.rule(query, key, value, call), 2)
         return swap_shards(output, 1, 2, self.group)
 
 

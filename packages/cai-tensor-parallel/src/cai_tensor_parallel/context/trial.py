@@ -32,25 +32,25 @@ class _Kept:
     """A rule that attends on whole rows and keeps keys and values; then on those of one rank.
 
     Args:
-        cut: the rank's part; None: whole rows.
-        kept: keys and values of whole rows, call by call.
+        row_cut: the rank's part; None: whole rows.
+        memory: keys and values of whole rows, call by call.
     """
 
-    def __init__(self, cut: Cut | None, kept: list[tuple[Tensor, Tensor]]):
-        self._cut, self._kept, self._calls = cut, kept, 0
+    def __init__(self, row_cut: Cut | None, memory: list[tuple[Tensor, Tensor]]):
+        self._row_cut, self._memory, self._calls = row_cut, memory, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        if self._cut is None:
-            self._kept.append((key.detach(), value.detach()))
+        if self._row_cut is None:
+            self._memory.append((key.detach(), value.detach()))
             return masked_attention(query, key, value, call)
-        whole_key, whole_value = self._kept[self._calls]
+        whole_key, whole_value = self._memory[self._calls]
         self._calls += 1
-        if key.shape[2] * self._cut.ranks != whole_key.shape[2]:
+        if key.shape[2] * self._row_cut.ranks != whole_key.shape[2]:
             raise PlanError("a layer attends to other tokens than those of its rows")
-        spans = [torch.arange(*span) for span in self._cut.spans(whole_key.shape[2])]
+        spans = [torch.arange(*span) for span in self._row_cut.spans(whole_key.shape[2])]
         places = torch.cat(spans)
         keys, values = whole_key.index_copy(2, places, key), whole_value.index_copy(2, places, value)
-        return attend_pieces(self._cut, masked_attention, query, keys, values, call)
+        return attend_pieces(self._row_cut, masked_attention, query, keys, values, call)
 
 
 def verify_context(trial: Trial | SmallModel) -> None:
@@ -76,17 +76,17 @@ def verify_context(trial: Trial | SmallModel) -> None:
 
 def _moved(trial: Trial | SmallModel) -> float:
     with torch.device("cpu"), torch.no_grad():
-        kept: list[tuple[Tensor, Tensor]] = []
+        memory: list[tuple[Tensor, Tensor]] = []
         model = trial.build().double().eval()
         ids = _rows(trial.inputs()["input_ids"])
         places = torch.arange(LENGTH).expand_as(ids)
-        whole = _logits(model, None, kept, ids, places)
+        logits = _logits(model, None, memory, ids, places)
         differences = []
         for index in range(RANKS):
-            cut = Cut(RANKS, index)
-            part = _logits(model, cut, kept, cut.own(ids, 1), cut.own(places, 1))
-            differences.append((part - cut.own(whole, 1)).abs().max())
-    return float(torch.stack(differences).max() / whole.abs().max())
+            row_cut = Cut(RANKS, index)
+            part = _logits(model, row_cut, memory, row_cut.own(ids, 1), row_cut.own(places, 1))
+            differences.append((part - row_cut.own(logits, 1)).abs().max())
+    return float(torch.stack(differences).max() / logits.abs().max())
 
 
 def _rows(ids: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ def _rows(ids: Tensor) -> Tensor:
 
 
 def _logits(
-    model: nn.Module, cut: Cut | None, kept: list[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor
+    model: nn.Module, row_cut: Cut | None, memory: list[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor
 ) -> Tensor:
-    route_attention(model, _Kept(cut, kept))
+    route_attention(model, _Kept(row_cut, memory))
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": places, "use_cache": False}
     output = model(**arguments_of(model, inputs))
     if isinstance(output, Sequence):
