@@ -10,10 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+from cai_mesh.attention import masked_attention
 from cai_mesh.errors import PlanError
+from cai_mesh.protocols import AttentionCall
 from cai_mesh.testing import run_ranks
 from cai_tensor_parallel import cut_batch, parallelize_context
 from cai_tensor_parallel.context.cutting import Cut
+from cai_tensor_parallel.context.pieces import attend_pieces
 
 SMALL = {
     "hidden_size": 32,
@@ -136,6 +139,22 @@ def test_a_cut_is_undone(ranks):
     assert len(set(keys)) == 1, "every rank attends to as many keys"
 
 
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pieces_attend_as_whole_rows(causal, window, documents):
+    """Ranks in turn, in this process: queries that see what comes after them, too."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 24, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    starts = torch.tensor([[0, 5, 17, 24], [0, 24, 24, 24]]).int() if documents else None
+    call = AttentionCall(scale=0.3, causal=causal, window=window, cu_seqlens=starts)
+    whole = masked_attention(query, key, value, call)
+    for index in range(3):
+        cut = Cut(3, index)
+        part = attend_pieces(cut, masked_attention, cut.own(query, 2), key, value, call)
+        assert torch.allclose(part, cut.own(whole, 2), rtol=0, atol=1e-12)
+
+
 def refused(case: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -163,6 +182,9 @@ def refused(case: str):
         model(input_ids=batch["input_ids"])
     if case == "labels":
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["shift_labels"])
+    if case == "routers":
+        batch |= {"labels": batch["shift_labels"], "output_router_logits": True}
+        model(**batch)
     if case == "mask":
         mask = torch.ones_like(batch["input_ids"])
         mask[0, -1] = 0
@@ -180,6 +202,7 @@ REFUSALS = {
     "bloom": "cannot be exchanged",
     "positions": "without position_ids",
     "labels": "shift_labels",
+    "routers": "loss of routers",
     "mask": "takes no mask",
     "pairs": "pairs of tokens",
     "unknown": "pixel_values",

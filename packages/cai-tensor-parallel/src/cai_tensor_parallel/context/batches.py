@@ -22,9 +22,9 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
     Rows that do not divide get tokens at their end that are a document of their own and that no loss counts.
 
     Args:
-        batch: the same on all ranks of `cp`: `input_ids` [B, S], and where there are, `labels` [B, S] as transformers
-            has them, not shifted; `position_ids` [B, S] or [n, B, S]; `cu_seqlens` [B, D + 1] int32, where documents
-            begin and rows end; `attention_mask` [B, S] of ones, and of zeros where a row is filled up.
+        batch: the same on all ranks of `cp`: `input_ids` [B, S], and where there are, `labels` [B, S] as causal models
+            of transformers have them, not shifted; `position_ids` [B, S] or [n, B, S]; `cu_seqlens` [B, D + 1] int32,
+            where documents begin and rows end; `attention_mask` [B, S] of ones, and of zeros where a row is filled up.
         mesh: the mesh of the model.
 
     Returns `input_ids` and `position_ids` [B, S / cp]; `cu_seqlens` of whole rows, where there are documents; and for

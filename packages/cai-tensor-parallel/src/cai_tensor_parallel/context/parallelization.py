@@ -84,6 +84,14 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             cause="it would be of this rank's tokens, and transformers leaves it out where attention is exchanged",
             fix="give the mask to cut_batch, which makes documents of it",
         )
+    config = getattr(model, "config", None)
+    asks = kwargs.get("output_router_logits", getattr(config, "output_router_logits", False))
+    if kwargs.get("labels") is not None and asks:
+        raise PlanError(
+            f"{type(model).__name__} has rows over ranks and was asked for the loss of routers",
+            cause="it would be of a rank's tokens alone, and it is no sum over tokens",
+            fix="call it with output_router_logits=False, or leave labels out and add a loss of your own",
+        )
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise PlanError(
             f"{type(model).__name__} has rows over ranks and was called with labels",
