@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,11 +13,9 @@ from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionRule
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.context.cutting import Cut
-from cai_tensor_parallel.context.rules import MODES, ExchangedHeads, GatheredKeys, check_heads
+from cai_tensor_parallel.context.rules import RULES, RowRanks, check_heads
 from cai_tensor_parallel.context.trial import verify_context
 from cai_tensor_parallel.trial.verify import on_first_rank, trial_of
-
-RULES = dict(zip(MODES, (GatheredKeys, ExchangedHeads), strict=True))
 
 
 def parallelize_context(
@@ -49,7 +48,7 @@ def parallelize_context(
     """
     mesh = ParallelMesh.of(mesh)
     if mode not in RULES:
-        raise PlanError("unknown mode of a context", got=mode, expected=" or ".join(MODES))
+        raise PlanError("unknown mode of a context", got=mode, expected=" or ".join(RULES))
     group = mesh.group("cp")
     if group is None:
         return model
@@ -64,7 +63,8 @@ def parallelize_context(
             expected="a model of transformers, or one with a `trial`",
         )
     on_first_rank(group, lambda: verify_context(small) or {})
-    route_attention(model, RULES[mode](group, Cut(mesh.degree("cp"), mesh.index("cp")), attention))
+    ranks = RowRanks(group, Cut(mesh.degree("cp"), mesh.index("cp")), attention)
+    route_attention(model, partial(RULES[mode], ranks))
     model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     return model
 

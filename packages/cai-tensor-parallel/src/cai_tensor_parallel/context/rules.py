@@ -15,15 +15,10 @@ from cai_mesh.protocols import AttentionCall, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
 from cai_tensor_parallel.context.pieces import attend_pieces, check_call
 
-MODES = ("gather", "ulysses")
-"""Names of the rules."""
-
 
 @dataclass(frozen=True)
-class GatheredKeys:
-    """Keys and values of whole rows come to every rank, which attends to them with its own queries.
-
-    As in LLaMA 3's training (arXiv:2407.21783): with few heads of keys they are small beside the rest of a layer.
+class RowRanks:
+    """The ranks that have a row together.
 
     Args:
         group: the ranks.
@@ -35,48 +30,44 @@ class GatheredKeys:
     row_cut: Cut
     rule: AttentionRule = masked_attention
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        """Attend; an `AttentionRule`. Collective."""
-        _check_lengths(query, key)
-        key, value = (self.row_cut.in_order(all_gather(rows, 2, self.group), 2) for rows in (key, value))
-        return attend_pieces(self.row_cut, self.rule, query, key, value, call)
 
+def gather_keys(
+    ranks: RowRanks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """Attend with a rank's own queries to keys and values of whole rows, which come to every rank. Collective.
 
-@dataclass(frozen=True)
-class ExchangedHeads:
-    """Each rank has some heads of whole rows while it attends (Jacobs et al., "Ulysses", arXiv:2309.14509).
-
-    Heads of keys are repeated where there are fewer than ranks.
-
-    Args:
-        group: the ranks.
-        row_cut: the cut of rows over them.
-        rule: the attention of one rank.
+    As in LLaMA 3's training (arXiv:2407.21783): with few heads of keys they are small beside the rest of a layer. With
+    its first argument given, an `AttentionRule`.
     """
+    _check_lengths(query, key)
+    key, value = (ranks.row_cut.in_order(all_gather(rows, 2, ranks.group), 2) for rows in (key, value))
+    return attend_pieces(ranks.row_cut, ranks.rule, query, key, value, call)
 
-    group: dist.ProcessGroup
-    row_cut: Cut
-    rule: AttentionRule = masked_attention
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-    ) -> torch.Tensor:
-        """Attend; an `AttentionRule`. Collective."""
-        _check_lengths(query, key)
-        check_call(call)
-        check_heads(query.shape[1], self.row_cut.ranks)
-        heads = key.shape[1]
-        repeats = math.lcm(heads, self.row_cut.ranks) // heads
-        if query.shape[1] % (heads * repeats):  # then each head of queries has keys of its own
-            repeats = query.shape[1] // heads
-        key, value = (rows.repeat_interleave(repeats, 1) if repeats > 1 else rows for rows in (key, value))
-        query, key, value = (
-            self.row_cut.in_order(swap_shards(rows, 2, 1, self.group), 2) for rows in (query, key, value)
-        )
-        output = self.row_cut.by_rank(self.rule(query, key, value, call), 2)
-        return swap_shards(output, 1, 2, self.group)
+def exchange_heads(
+    ranks: RowRanks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """Attend with some heads of whole rows, for which ranks exchange their tokens. Collective.
+
+    As in Ulysses (Jacobs et al., arXiv:2309.14509). Heads of keys are repeated where there are fewer than ranks. With
+    its first argument given, an `AttentionRule`.
+    """
+    _check_lengths(query, key)
+    check_call(call)
+    row_cut, group = ranks.row_cut, ranks.group
+    check_heads(query.shape[1], row_cut.ranks)
+    heads = key.shape[1]
+    repeats = math.lcm(heads, row_cut.ranks) // heads
+    if query.shape[1] % (heads * repeats):  # then each head of queries has keys of its own
+        repeats = query.shape[1] // heads
+    key, value = (rows.repeat_interleave(repeats, 1) if repeats > 1 else rows for rows in (key, value))
+    query, key, value = (row_cut.in_order(swap_shards(rows, 2, 1, group), 2) for rows in (query, key, value))
+    output = row_cut.by_rank(ranks.rule(query, key, value, call), 2)
+    return swap_shards(output, 1, 2, group)
+
+
+RULES = {"gather": gather_keys, "ulysses": exchange_heads}
+"""Rules by the name of their mode."""
 
 
 def check_heads(heads: int, ranks: int) -> None:
