@@ -39,7 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--experts", action="store_true", help="adapters beside attention and stacked experts")
+    parser.add_argument(
+        "--experts", action="store_true", help="adapters beside attention and stacked experts"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="make activations of each layer again")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -109,7 +111,10 @@ def peft_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
     targets: dict = {"target_modules": "all-linear"}
     if options.experts:
         parameters = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-        targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": parameters}
+        targets = {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": parameters,
+        }
     lora = LoraConfig(r=options.rank, lora_alpha=options.rank, task_type="CAUSAL_LM", **targets)
     model = get_peft_model(base, lora).train()
     if options.checkpointing:
