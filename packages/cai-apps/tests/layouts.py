@@ -49,10 +49,12 @@ class Case:
     average: float | None = None
     documents: bool = False
     experts: int = 1
+    context: int = 1
+    attention: str = "gather"
 
     @property
     def world(self) -> int:
-        return self.data * self.replicate * self.tensor * self.pipeline
+        return self.data * self.replicate * self.tensor * self.pipeline * self.context
 
 
 CASES = {
@@ -186,6 +188,7 @@ def run_config(case: Case, dtype: str, steps: int = STEPS) -> Config:
         shard=case.data,
         zero=case.zero,  # type: ignore[arg-type]
         experts=c.ExpertRanks(case.experts),
+        context=c.Context(case.context, case.attention),  # type: ignore[arg-type]
         tensor=c.Tensor(case.mode, case.tensor, sequence=case.sequence),  # type: ignore[arg-type]
         pipeline=c.Pipeline(
             size=case.pipeline,

@@ -1,7 +1,7 @@
 """Tensor parallelism from a plan of roles: `parallelize` an ordinary or Hugging Face model over a mesh axis."""
 
 from cai_mesh.comm import sub_axes
-from cai_tensor_parallel.context.batches import cut_batch
+from cai_tensor_parallel.context.batches import cut_batch, own_rows, whole_rows
 from cai_tensor_parallel.context.parallelization import parallelize_context
 from cai_tensor_parallel.cut.loss import sharded_logits
 from cai_tensor_parallel.experts.finding import ExpertsRole, find_experts
@@ -36,6 +36,7 @@ __all__ = [
     "head_log_probs",
     "is_cut_by_columns",
     "own_forward",
+    "own_rows",
     "parallelize",
     "parallelize_context",
     "parallelize_experts",
@@ -45,4 +46,5 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
     "vocab_start",
+    "whole_rows",
 ]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
+from cai_apps.compose.documents import document_rule
 from cai_apps.compose.expert_adapters import (
     adapted_layers,
     check_tensor_ranks,
@@ -41,7 +42,13 @@ from cai_mesh.errors import ConfigError
 from cai_mesh.gradients import share_in_graphs
 from cai_mesh.layout import attach_to, canonical_name, reduce_of, sites
 from cai_pipeline import Observers, PipelineRunner, placement_of, split
-from cai_tensor_parallel import find_experts, is_cut_by_columns, parallelize, parallelize_experts
+from cai_tensor_parallel import (
+    find_experts,
+    is_cut_by_columns,
+    parallelize,
+    parallelize_context,
+    parallelize_experts,
+)
 from cai_zero import LossScale, ModuleSharding, SampleClip, ShardedOptimizer
 
 
@@ -118,7 +125,8 @@ def rewrite(
 ) -> Loss:
     """Change the operators of a model, in place; return its loss. The plan runs this too.
 
-    The order is: `split`, `parallelize_experts`, linear layers in FP8, `parallelize`, `swap`.
+    The order is: `split`, `parallelize_experts`, linear layers in FP8, `parallelize`,
+    `parallelize_context`, `swap`.
     """
     compiled = is_compiled(config, device)
     pipeline = config.parallel.pipeline
@@ -156,6 +164,9 @@ def rewrite(
         overlap=_overlaps(config, device),
         trial=workload.trial,
     )
+    context = config.parallel.context
+    if context.size > 1:
+        parallelize_context(model, mesh, mode=context.mode, attention=document_rule, trial=workload.trial)
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
     if config.parallel.experts.size > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cai_apps.compose.workload import Batch, Loss, Score, Workload
+from cai_apps.compose.workload import Batch, Loss, Score, Workload, own_part
 from cai_pipeline import PipelineRunner
 from cai_zero import last_unsharded
 
@@ -40,7 +40,7 @@ def scores(
 
     runner.model.eval()
     with torch.no_grad():
-        ready = [workload.ready(batch) for batch in batches]
+        ready = [own_part(workload, runner.mesh, workload.ready(batch)) for batch in batches]
     inputs: list[Mapping[str, Any]] = [workload.inputs(batch) for batch in ready]
     with workload.running(), logits_waiting(runner.model):
         runner.evaluate(inputs, [workload.target(batch) for batch in ready], loss_fn=note)

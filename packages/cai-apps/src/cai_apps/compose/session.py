@@ -19,12 +19,13 @@ from cai_apps.compose.forwards import logits_waiting, scores
 from cai_apps.compose.routing.balance import Balance
 from cai_apps.compose.step_loss import Evaluation, StepLoss
 from cai_apps.compose.weights import MODEL, Weights
-from cai_apps.compose.workload import Batch, Score, Workload
+from cai_apps.compose.workload import Batch, Score, Workload, own_part
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
 from cai_mesh.comm import ParallelMesh, all_reduce, coordinate, group
 from cai_mesh.layout import canonical_name
 from cai_pipeline import PipelineRunner
+from cai_tensor_parallel import whole_rows
 from cai_zero import LossScale, SampleClip
 
 LOSS_SCALE = "loss_scale"
@@ -84,12 +85,17 @@ class Session:
         ):
             loss = self._unscaled(self.runner.step(*self._split(microbatches, total)))
         self.measures = self._on_all_stages(measures)
-        return loss
+        return self._of_whole_rows(loss)
 
     def _on_all_stages(self, values: Tensor | None) -> Tensor | None:
-        """Return what the last stage has added up, in place, on all ranks of the pipeline."""
+        """Return what last stages have added up of a data rank's rows, in place, on all its ranks."""
         if values is not None:
             all_reduce(values, group(self.mesh, ("pp",))).wait()
+        return None if values is None else self._of_whole_rows(values)
+
+    def _of_whole_rows(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks that have rows together, in place."""
+        all_reduce(values, group(self.mesh, ("cp",))).wait()
         return values
 
     def routing(self) -> dict[str, Tensor]:
@@ -159,6 +165,7 @@ class Session:
             self.loss.measuring(device) as sums,
         ):
             loss = self._unscaled(self.runner.evaluate(*self._split(microbatches, total)))
+        loss = self._of_whole_rows(loss)
         return Evaluation(loss, self._on_all_stages(right), self._on_all_stages(sums))
 
     @torch.no_grad()
@@ -170,7 +177,7 @@ class Session:
         """
         assert self.workload.predicted is not None
         self.model.eval()
-        ready = self.workload.ready(microbatch)
+        ready = own_part(self.workload, self.mesh, self.workload.ready(microbatch))
         with self.workload.running():
             output = self.runner.forward(self.workload.inputs(ready))
         if output is None:
@@ -179,7 +186,7 @@ class Session:
         else:
             predicted = self.workload.predicted(self.loss.loss, output)
         all_reduce(predicted, group(self.mesh, ("pp",))).wait()
-        return predicted
+        return whole_rows(predicted, self.mesh)
 
     def _unscaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale is None else self.scale.unscaled(loss)
@@ -240,6 +247,6 @@ class Session:
         self, microbatches: Sequence[Batch], total: Tensor | float
     ) -> tuple[list[Mapping[str, Any]], list[tuple[Any, Tensor | float]]]:
         with torch.no_grad():
-            ready = [self.workload.ready(batch) for batch in microbatches]
+            ready = [own_part(self.workload, self.mesh, self.workload.ready(batch)) for batch in microbatches]
         inputs = [self.workload.inputs(batch) for batch in ready]
         return inputs, [(self.workload.target(batch), total) for batch in ready]

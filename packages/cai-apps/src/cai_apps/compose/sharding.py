@@ -231,7 +231,7 @@ def _copy_engines(config: RunConfig, mesh: DeviceMesh) -> bool:
     """
     if config.parallel.copy_engines != "auto" or config.parallel.wire_weights != "full":
         return config.parallel.copy_engines == "on"
-    return mesh.device_type == "cuda" and config.parallel.shard > 1 and on_one_host()
+    return mesh.device_type == "cuda" and config.parallel.zero_ranks > 1 and on_one_host()
 
 
 def on_one_host() -> bool:

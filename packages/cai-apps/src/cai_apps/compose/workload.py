@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.quantized_base import QuantizedBase
 from cai_apps.config.sections import Experts
+from cai_mesh.comm import AnyMesh, degree
+from cai_mesh.errors import ConfigError
 from cai_pipeline import Trial
 
 Batch = dict[str, Tensor]
@@ -83,6 +85,8 @@ class Workload:
         measures: names of what the loss measures beside, the first of which is shown while training: then it has a
             method `measured` with its arguments, which returns (loss, sums float64 [2, names]), a numerator and a
             denominator of each, summed over the batch.
+        part: (a microbatch that is ready, mesh) -> this rank's tokens of it, where ranks of `cp` have rows together;
+            None: rows stay whole.
         before_step: (forwards, microbatches) -> the microbatches with what forwards without gradients say of them;
             called before each step and each validation. Collective.
         chooses_places: whether its loss wants logits at places of its choice (`NextTokenLoss.log_probs`). An output
@@ -112,11 +116,34 @@ class Workload:
     running: Callable[[], AbstractContextManager] = nullcontext
     frozen_elements: int = 0
     measures: tuple[str, ...] = ()
+    part: Callable[[Batch, AnyMesh], Batch] | None = None
     before_step: Callable[[Forwards, Sequence[Batch]], Sequence[Batch]] = _without_more
     chooses_places: bool = False
     experts: Experts | None = None
     token_weights: Callable[[Mapping[str, Any]], Tensor | None] = _all_count
     trial: Trial | None = None
+
+
+def own_part(workload: Workload, mesh: AnyMesh, batch: Batch) -> Batch:
+    """Return what a rank is given of a microbatch: its tokens of each row where ranks have rows together.
+
+    Args:
+        workload: the workload.
+        mesh: the mesh.
+        batch: the microbatch, ready.
+
+    Raises:
+        ConfigError: the mesh divides rows, and the workload has none.
+    """
+    if degree(mesh, "cp") == 1:
+        return batch
+    if workload.part is None:
+        raise ConfigError(
+            "a context divides rows of tokens over ranks, and this workload has none",
+            got=f"parallel.context.size = {degree(mesh, 'cp')}",
+            fix="leave it out, or give the Workload a `part`",
+        )
+    return workload.part(batch, mesh)
 
 
 def on_meta(workload: Workload) -> nn.Module:

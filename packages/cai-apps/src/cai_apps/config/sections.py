@@ -34,10 +34,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Context:
+    size: DEGREE = 1
+    """Ranks that have each row of tokens together: a part of its tokens each, whole parameters, which ZeRO shards over
+    them too."""
+    mode: Literal["gather", "ulysses"] = "gather"
+    """How attention sees whole rows. gather: keys and values come to every rank. ulysses: ranks exchange tokens for
+    heads."""
+
+
+@dataclass(frozen=True)
 class ExpertRanks:
     size: DEGREE = 1
     """Ranks over which the experts of each layer are spread; each has a part of them, and tokens travel. They are ranks
-    of `shard` and `tensor`."""
+    of `shard`, `context` and `tensor`."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +95,14 @@ class Parallel:
     wire_gradients: Literal["full", "int8", "fp8"] = "full"
     """What gradients are reduced as; what rounding takes from one is added to the next."""
     tensor: Tensor = field(default_factory=Tensor)
+    context: Context = field(default_factory=Context)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
     pipeline: Pipeline = field(default_factory=Pipeline)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards, `shard` being resolved: data ranks, and those that have rows together."""
+        return self.shard * self.context.size
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def mesh_spec(config: RunConfig) -> MeshSpec:
         pp=parallel.pipeline.size,
         dp_replicate=parallel.replicate,
         dp_shard=parallel.shard,
+        cp=parallel.context.size,
         tp=parallel.tensor.size,
         ep=parallel.experts.size,
         tp_axes=() if parallel.tensor.mode == "1d" else tuple(grid_of(parallel).items()),
@@ -100,10 +101,10 @@ def check_samples(config: RunConfig) -> None:
     if config.optimizer.clip_samples is None:
         return
     parallel, train = config.parallel, config.train
-    several = parallel.tensor.size * parallel.pipeline.size > 1
+    parts = {name: getattr(parallel, name).size for name in ("tensor", "context", "pipeline")}
     causes = {
         f"train.microbatch_size = {train.microbatch_size}": train.microbatch_size > 1,
-        f"tensor.size = {parallel.tensor.size}, pipeline.size = {parallel.pipeline.size}": several,
+        ", ".join(f"{name}.size = {size}" for name, size in parts.items()): max(parts.values()) > 1,
         'precision.compute = "fp16"': config.precision.compute == "fp16",
         f'memory.residency = "{config.memory.residency}" with several samples a step': (
             config.memory.residency != "device" and train.global_batch > 1
@@ -113,8 +114,37 @@ def check_samples(config: RunConfig) -> None:
         raise ConfigError(
             "optimizer.clip_samples clips the gradient of one sample, which must be by itself and whole on its rank",
             got=cause,
-            expected='microbatch_size 1, no tensor ranks or stages, "bf16" or wider, state on the device',
+            expected='microbatch_size 1, all of it on one rank, "bf16" or wider, state on the device',
             fix="change that, or clip the sum alone (optimizer.clip)",
+        )
+
+
+def check_context(config: RunConfig) -> None:
+    """Raises ConfigError for rows over ranks where something else cuts samples."""
+    size, tensor = config.parallel.context.size, config.parallel.tensor
+    if size > 1 and tensor.mode != "1d":
+        raise ConfigError(
+            "rows over ranks, whose samples a grid of tensor-parallel ranks would cut as well",
+            got=f'parallel.context.size = {size}, parallel.tensor.mode = "{tensor.mode}"',
+            expected='parallel.tensor.mode = "1d"',
+            fix="set one of them so; the ranks of a context save memory of activations as a grid does",
+        )
+
+
+def refuse_context(config: RunConfig, samples: str) -> None:
+    """Raises ConfigError where ranks are to have rows together and an application has none.
+
+    Args:
+        config: the config.
+        samples: what its samples are.
+    """
+    size = config.parallel.context.size
+    if size > 1:
+        raise ConfigError(
+            f"a context divides rows of tokens over ranks, and samples are {samples}",
+            got=f"parallel.context.size = {size}",
+            expected="1",
+            fix="raise parallel.shard, and parallel.zero to 3 where memory is short",
         )
 
 
@@ -197,11 +227,11 @@ def check_wire(parallel: Parallel) -> None:
     for name in ("wire_weights", "wire_gradients"):
         if getattr(parallel, name) == "full":
             continue
-        if parallel.shard < 2 or parallel.zero == 0:
+        if parallel.zero_ranks < 2 or parallel.zero == 0:
             raise ConfigError(
                 f"parallel.{name} compresses what travels between ranks that share chunks",
                 got=f"parallel.shard = {parallel.shard}, parallel.zero = {parallel.zero}",
-                expected="shard of at least 2 and zero of at least 1",
+                expected="shard of at least 2, or context.size, and zero of at least 1",
             )
     if parallel.wire_weights != "full" and parallel.copy_engines == "on":
         raise ConfigError(
@@ -214,7 +244,7 @@ def check_wire(parallel: Parallel) -> None:
 def ranks_of(config: RunConfig) -> int:
     """As many ranks as the degrees make, an open `shard` taken as 1."""
     spec = mesh_spec(config)
-    return spec.pp * spec.dp_replicate * max(1, spec.dp_shard) * spec.tp
+    return spec.pp * spec.dp_replicate * max(1, spec.dp_shard) * spec.cp * spec.tp
 
 
 def resolve(config: R, world_size: int) -> R:
@@ -239,6 +269,7 @@ def resolve(config: R, world_size: int) -> R:
     check_samples(config)
     check_wire(config.parallel)
     check_tensor(config)
+    check_context(config)
     config = _with_unshard(config)
     check_pipeline(config)
     pipeline = replace(config.parallel.pipeline, microbatches=microbatches(config))

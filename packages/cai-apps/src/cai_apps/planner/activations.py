@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cai_apps.compose.apply import is_compiled, rewrite
 from cai_apps.compose.blocks import is_attention, is_product
 from cai_apps.compose.sharding import DTYPES
-from cai_apps.compose.workload import Workload, on_meta
+from cai_apps.compose.workload import Workload, on_meta, own_part
 from cai_apps.config.sections import RunConfig
 from cai_apps.config.validation import mesh_spec
 from cai_apps.planner.graphs import divide
@@ -89,7 +89,8 @@ def saved_bytes(config: RunConfig, workload: Workload, device: torch.device) -> 
     """
     pipeline = replace(config.parallel.pipeline, size=1, chunks=1)
     tensor, experts = config.parallel.tensor.size, config.parallel.experts.size
-    shard = math.lcm(tensor, experts) // tensor  # as few as ranks of experts can be
+    inner = tensor * config.parallel.context.size
+    shard = math.lcm(inner, experts) // inner  # as few as ranks of experts can be
     config = replace(config, parallel=replace(config.parallel, pipeline=pipeline, replicate=1, shard=shard))
     compute = DTYPES[config.precision.compute]
     more = router_bytes(config, workload)
@@ -125,7 +126,7 @@ def _forward(
     loss = rewrite(config, workload, model, mesh, device=device)
     with planning_for(device), FakeTensorMode(allow_non_fake_inputs=True):
         _give_sizes(model, dtype)
-        batch = workload.example(config.train.microbatch_size)
+        batch = own_part(workload, mesh, workload.example(config.train.microbatch_size))
         watch = _Watch(model, workload.layers(model), graphs=is_compiled(config, device))
         with watch.counting(), workload.running():
             output = run_stage(model.train(), None, workload.inputs(batch))

@@ -243,11 +243,11 @@ def _changes(config: Any) -> Iterator[dict[str, Any]]:
         yield {"parallel.pipeline.unshard": "pass"}
     if config.precision.compute == "fp32":
         yield {"precision.compute": "bf16"}
-    if parallel.shard != 1 and parallel.zero in (0, 1, 2):
+    if parallel.zero_ranks != 1 and parallel.zero in (0, 1, 2):
         yield {"parallel.zero": 3}
     if parallel.zero != 3 and config.precision.compute == "bf16" and config.precision.master == "whole":
         yield {"precision.master": "auto"}
-    if parallel.zero == 3 and parallel.shard == 1 and parallel.pipeline.size > 1:
+    if parallel.zero == 3 and parallel.zero_ranks == 1 and parallel.pipeline.size > 1:
         # nobody to share shards with, and unsharded for a whole step
         yield {"parallel.zero": "auto", "parallel.pipeline.unshard": "auto"}
     if "state" in RULES[config.optimizer.kind].options and config.optimizer.state == "fp32":

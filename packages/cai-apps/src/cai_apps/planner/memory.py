@@ -75,14 +75,14 @@ def model_state(
         trained: elements of its stage's tensor shard that learn.
         moments: bytes an element that the optimizer keeps beside master weights.
         frozen: elements that do not. They have neither gradients nor state, and no master weights but in stage 3.
-        sharded: elements that learn, and that do not, of the part that ZeRO leaves to a rank. None: `shard` ranks
-            divide all of them; experts are divided among fewer.
+        sharded: elements that learn, and that do not, of the part that ZeRO leaves to a rank. None: all ranks of
+            ZeRO divide all of them; experts are divided among fewer.
 
     ZeRO (Rajbhandari et al., arXiv:1910.02054): stage 1 divides the optimizer's state over `shard` ranks, stage 2
     gradients too, stage 3 parameters too. Stage 1 holds unsharded gradients only while microbatches accumulate; where
     samples are clipped, every stage does.
     """
-    zero, ranks = config.parallel.zero, config.parallel.shard
+    zero, ranks = config.parallel.zero, config.parallel.zero_ranks
     compute, master = COMPUTE_BYTES[config.precision.compute], MASTER_BYTES[config.precision.compute]
     local_trained, local_frozen = sharded or (-(-trained // ranks), -(-frozen // ranks))
     stepped = trained if zero == 0 else local_trained
@@ -105,7 +105,7 @@ def beside_bytes(config: RunConfig, elements: int) -> int:
         config: the resolved config.
         elements: those of its part, before ZeRO.
     """
-    ranks = config.parallel.shard if config.parallel.zero == 3 else 1
+    ranks = config.parallel.zero_ranks if config.parallel.zero == 3 else 1
     return -(-elements // ranks) * COMPUTE_BYTES[config.precision.compute]
 
 

@@ -171,7 +171,7 @@ def _sharded(config: RunConfig, model: nn.Module) -> tuple[int, int]:
     sizes = {(learns, spread): 0 for learns in (True, False) for spread in (True, False)}
     for parameter in model.parameters():
         sizes[parameter.requires_grad, "ep" in layout_of(parameter).sharded_axes] += parameter.numel()
-    dense, experts = config.parallel.shard, spec.edp
+    dense, experts = config.parallel.zero_ranks, spec.edp
     return (
         -(-sizes[True, False] // dense) - (-sizes[True, True] // experts),
         -(-sizes[False, False] // dense) - (-sizes[False, True] // experts),
@@ -228,9 +228,9 @@ def unsharded_bytes(config: RunConfig, model: nn.Module) -> int:
     sample = elements(model)[0] * master if clips else 0  # beside those of the samples before it
     if parallel.pipeline.unshard == "step":
         learned, frozen = elements(model)
-        copies = (learned + frozen) * compute * (parallel.shard > 1 or compute < master)
-        return copies + learned * master * (parallel.shard > 1)
-    if parallel.shard == 1:
+        copies = (learned + frozen) * compute * (parallel.zero_ranks > 1 or compute < master)
+        return copies + learned * master * (parallel.zero_ranks > 1)
+    if parallel.zero_ranks == 1:
         return sample
     unit_params = [[parameter for _, parameter in unit] for unit in units(model).values()]
     gathered = _most_of_two([sum(param.numel() for param in unit) for unit in unit_params])

@@ -167,10 +167,11 @@ def agree(config: Any) -> Any:
 
 def _announce(job: Job, ranks: int) -> None:
     parallel = job.config.parallel
+    context = f" x context {parallel.context.size}" if parallel.context.size > 1 else ""
     experts = f", experts over {parallel.experts.size}" if parallel.experts.size > 1 else ""
     print(
         f"{job.task.announce(job.config, job.prepared)}: data {parallel.replicate * parallel.shard}"
-        f" x tensor {parallel.tensor.size} x pipeline {parallel.pipeline.size}{experts}, ZeRO-{parallel.zero},"
+        f"{context} x tensor {parallel.tensor.size} x pipeline {parallel.pipeline.size}{experts}, ZeRO-{parallel.zero},"
         f" {ranks} {job.device} rank{'s' * (ranks > 1)}",
         flush=True,
     )

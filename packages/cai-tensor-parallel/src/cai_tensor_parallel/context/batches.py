@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cai_mesh.comm import AnyMesh, ParallelMesh
+from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel.context.cutting import Cut
 
@@ -23,7 +23,8 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
 
     Args:
         batch: the same on all ranks of `cp`: `input_ids` [B, S], and where there are, `labels` [B, S] as causal models
-            of transformers have them, not shifted; `position_ids` [B, S] or [n, B, S]; `cu_seqlens` [B, D + 1] int32,
+            of transformers have them, or in their place `shift_labels` [B, S], the token that follows each, or -100
+            where none is to be learned; `position_ids` [B, S] or [n, B, S]; `cu_seqlens` [B, D + 1] int32,
             where documents begin and rows end; `attention_mask` [B, S] of ones, and of zeros where a row is filled up.
         mesh: the mesh of the model.
 
@@ -33,7 +34,7 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
     `labels` and `shift_labels`. Raises `PlanError` for what it does not know how to cut.
     """
     mesh = ParallelMesh.of(mesh)
-    names = {"input_ids", "labels", "position_ids", "cu_seqlens", "attention_mask"}
+    names = {"input_ids", "labels", "shift_labels", "position_ids", "cu_seqlens", "attention_mask"}
     if unknown := sorted(set(batch) - names):
         raise PlanError(
             "a batch has what cut_batch does not know how to cut",
@@ -52,10 +53,40 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
     parts["position_ids"] = row_cut.own(F.pad(places, (0, added)), -1)
     if documents is not None:
         parts["cu_seqlens"] = documents
-    if (labels := batch.get("labels")) is not None:
-        following = F.pad(labels[:, 1:], (0, 1 + added), value=IGNORED)
-        parts["shift_labels"] = row_cut.own(following, 1)
+    following = _following(batch)
+    if following is not None:
+        parts["shift_labels"] = row_cut.own(F.pad(following, (0, added), value=IGNORED), 1)
     return parts
+
+
+def own_rows(rows: Tensor, mesh: AnyMesh) -> Tensor:
+    """Return this rank's part of whole rows, [B, S] to [B, S / cp], in the order of `cut_batch`."""
+    mesh = ParallelMesh.of(mesh)
+    return Cut(mesh.degree("cp"), mesh.index("cp")).own(rows, 1)
+
+
+def whole_rows(part: Tensor, mesh: AnyMesh) -> Tensor:
+    """Return whole rows of what the ranks of `cp` have of each token, [B, S / cp] to [B, S]. Collective, no gradient.
+
+    Args:
+        part: this rank's, in the order of `cut_batch`.
+        mesh: the mesh of the model.
+    """
+    mesh = ParallelMesh.of(mesh)
+    row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
+    return row_cut.in_order(all_gather(part.detach(), 1, mesh.group("cp")), 1)
+
+
+def _following(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the label of each token's place, [B, S]: the token that follows."""
+    if "labels" in batch and "shift_labels" in batch:
+        raise PlanError(
+            "a batch has labels twice",
+            got="labels and shift_labels",
+            fix="leave out one of them: shift_labels are those of the place they stand at",
+        )
+    labels = batch.get("labels")
+    return batch.get("shift_labels") if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _places(starts: Tensor | None, ids: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def parallelize_context(
         return model
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if mode == "ulysses" and isinstance(heads, int):
-        check_heads(heads, mesh.degree("cp"))
+        check_heads(heads, mesh.degree(("cp", "tp")))
     small = trial or trial_of(model, labelled=False)
     if small is None:
         raise PlanError(

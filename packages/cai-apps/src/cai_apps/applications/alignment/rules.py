@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from cai_apps.applications.alignment.algorithms import ALGORITHMS
 from cai_apps.applications.alignment.config import Alignment, Config, Reference
 from cai_apps.applications.language import rules as language
+from cai_apps.config import validation
 from cai_mesh.errors import ConfigError
 
 HEAD = "score"
@@ -35,6 +36,7 @@ def check_alignment(config: Config) -> None:
     """Raise ConfigError for options that an algorithm does not read, or a reference that there is not."""
     _check_options(config.alignment)
     _check_reference(config)
+    validation.refuse_context(config, "answers, whose scores are sums over whole ones")
     algorithm = ALGORITHMS[config.alignment.algorithm]
     if config.data.trained != ("all",):
         raise ConfigError(

@@ -28,6 +28,7 @@ def check_design(config: Config, design: Design) -> None:
 def _check_parallel(config: Config) -> None:
     """Raises ConfigError for stages, and for tensor parallelism in another form than mode 1d."""
     parallel = config.parallel
+    validation.refuse_context(config, "pictures")
     if parallel.pipeline.size > 1:
         raise ConfigError(
             "denoisers are trained by data parallelism and ZeRO, and tensor parallelism",

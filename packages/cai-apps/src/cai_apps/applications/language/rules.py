@@ -78,6 +78,7 @@ def check_settings(config: Config) -> None:
         )
     check_noise(config)
     check_experts(config)
+    check_rows(config)
     if joined := next((target for target in config.lora.targets if "," in target), None):
         raise ConfigError(
             "lora.targets are several names, and this is one with a comma",
@@ -127,6 +128,28 @@ def check_noise(config: Config) -> None:
             expected='parallel.tensor.mode = "1d", whose ranks have whole embeddings',
             fix="set model.neftune_alpha to 0, or the mode to that",
         )
+    size = config.parallel.context.size
+    if alpha and size > 1:
+        raise ConfigError(
+            "noise on embeddings is drawn for whole rows, and ranks have parts of them",
+            got=f"model.neftune_alpha = {alpha}, parallel.context.size = {size}",
+            fix="set model.neftune_alpha to 0, or raise parallel.shard in place of the context",
+        )
+
+
+def check_rows(config: Config) -> None:
+    """Raises ConfigError where rows do not divide over the ranks that have them together."""
+    size, length = config.parallel.context.size, config.data.sequence_length
+    tensor = config.parallel.tensor
+    multiple = 2 * size * (tensor.size if tensor.sequence else 1)
+    if size > 1 and length % multiple:
+        raise ConfigError(
+            "a rank of a context has two pieces of each row",
+            got=f"data.sequence_length = {length}, parallel.context.size = {size}"
+            + (f", parallel.tensor.size = {tensor.size} with sequence" if tensor.sequence else ""),
+            expected=f"a multiple of {multiple}",
+            fix=f"set data.sequence_length to {-(-length // multiple) * multiple}",
+        )
 
 
 def check_experts(config: Config) -> None:
@@ -167,6 +190,14 @@ def check_model(config: Config, model: Any) -> None:
             got=f"{heads} / {tensor}, of parallel.tensor.size = {config.parallel.tensor.size}",
             expected=f"a size among {', '.join(str(n) for n in range(1, heads + 1) if _some_each(config, heads, n))}",
             fix="choose one of these sizes or a model with more attention heads",
+        )
+    context = config.parallel.context
+    if context.mode == "ulysses" and isinstance(heads, int) and heads % (tensor * context.size):
+        raise ConfigError(
+            f"{heads} attention heads do not divide over the ranks of a context",
+            got=f'parallel.context = {{ size = {context.size}, mode = "ulysses" }}, tensor-parallel ranks: {tensor}',
+            expected=f"a divisor of {heads}",
+            fix='set parallel.context.mode to "gather", or another size',
         )
     if config.parallel.tensor.sequence and config.data.sequence_length % tensor:
         raise ConfigError(

@@ -62,8 +62,10 @@ from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
 from cai_mesh.checkpoint import new_directory, save_hf
+from cai_mesh.comm import AnyMesh
 from cai_mesh.errors import CaiError, ConfigError, DataError
 from cai_mesh.layout import BoxedTensor
+from cai_tensor_parallel import cut_batch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,6 +73,10 @@ if TYPE_CHECKING:
     from cai_apps.compose.session import Session
     from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
+
+
+LABELS = {"labels": "shift_labels"}
+"""What `cut_batch` calls labels of the place they stand at."""
 
 
 def tokenizer_directory(run: RunDirectory) -> Path:
@@ -120,7 +126,15 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
         quantized=quantized_base(config),
         experts=config.experts,
         token_weights=text_places,
+        part=own_tokens,
     )
+
+
+def own_tokens(batch: dict[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
+    """Return this rank's tokens of a batch of whole rows, whose `labels` are those of the place they stand at."""
+    rows = {LABELS.get(name, name): value for name, value in batch.items()}
+    names = {shifted: name for name, shifted in LABELS.items()}
+    return {names.get(name, name): value for name, value in cut_batch(rows, mesh).items()}
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:

@@ -40,6 +40,7 @@ def check_name(name: str) -> None:
 
 def _check_parallel(config: Config) -> None:
     parallel = config.parallel
+    validation.refuse_context(config, "chains")
     if parallel.pipeline.size > 1 or parallel.tensor.size > 1:
         raise ConfigError(
             "AlphaFold is trained by data parallelism and ZeRO",

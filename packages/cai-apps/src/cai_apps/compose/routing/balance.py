@@ -22,6 +22,7 @@ from cai_apps.config.sections import Experts
 from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, reduce_from
 from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_pipeline import accompany
+from cai_tensor_parallel import own_rows, whole_rows
 
 Weights = Callable[[Mapping[str, Any]], Tensor | None]
 """(keyword arguments of the model) -> the weight of each token, [samples, places], 0 for what fills a row; None: 1."""
@@ -131,7 +132,15 @@ class Balance:
             noted.take()  # of a forward that raised
             noted.is_open = model.training
         if model.training:
-            self._token_weights, self._places = self._weights_of(inputs), inputs["input_ids"].numel()
+            self._token_weights, self._places = self._own_weights(inputs), inputs["input_ids"].numel()
+
+    def _own_weights(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the weights of this rank's tokens, which are those of whole rows where ranks have rows together."""
+        if degree(self._mesh, "cp") == 1:
+            return self._weights_of(inputs)
+        rows = {name: value for name, value in inputs.items() if name != "position_ids"}
+        weights = self._weights_of(rows | {"input_ids": whole_rows(inputs["input_ids"], self._mesh)})
+        return None if weights is None else own_rows(weights, self._mesh)
 
     def end(self) -> Tensor | None:
         """See a forward end: a `Companion`'s."""
@@ -155,6 +164,7 @@ class Balance:
         if not self.size:
             return sums
         added = sums_of(logits, choice, weights, squares=self.options.z_loss > 0).double()
+        added = reduce_from(added, group(self._mesh, ("cp",)))
         return sums + (added if share is None else reduce_from(added, group(self._mesh, share.axes)))
 
     def _share_of(self, logits: Tensor) -> Share | None:
@@ -202,6 +212,7 @@ class Balance:
                 loads = loads.clone()
                 parts = sorted(self._parts)
                 loads[parts] = self._summed(loads[parts], self._share.axes)
+            loads = self._summed(loads, ("cp",))
             numbers = torch.cat([loads.flatten(), self._losses])
             numbers = self._summed(self._summed(numbers, ("pp",)), DATA_AXES)
             self._total = numbers[:-2].view_as(self._loads), numbers[-2:]

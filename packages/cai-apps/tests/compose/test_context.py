@@ -1,0 +1,101 @@
+"""Rows over ranks in a session: every layout trains as a plain loop does that has whole rows."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+from layouts import Case, trained, twin
+from routed_toys import plain_training, routed_training
+
+from cai_apps.config.sections import Experts
+from cai_mesh.testing import assert_same_as_one_device, run_ranks
+
+STEPS = 3
+TWO = {
+    "gather": Case(context=2),
+    "ulysses": Case(context=2, attention="ulysses", zero=3),
+    "documents": Case(context=2, zero=2, documents=True),
+    "documents, ulysses": Case(context=2, attention="ulysses", zero=0, documents=True),
+    "recompute": Case(context=2, recompute="full", documents=True),
+    "most": Case(context=2, recompute="most"),
+    "kernels": Case(context=2, kernels="on", documents=True),
+}
+FOUR = {
+    "data2-zero3": Case(data=2, context=2, zero=3, documents=True),
+    "replicate2": Case(replicate=2, context=2, zero=2),
+    "tensor2": Case(tensor=2, context=2, documents=True),
+    "tensor2, ulysses": Case(tensor=2, context=2, attention="ulysses"),
+    "tensor2-sequence": Case(tensor=2, sequence=True, context=2, documents=True),
+    "pipeline2": Case(pipeline=2, context=2, documents=True),
+    "pipeline2-zb-v-zero3": Case(pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step", context=2),
+}
+COMPILED = {"compiled": Case(context=2, compile="on", recompute="selective", documents=True)}
+MODELS = ("llama", "gpt2", "gemma3_text", "mistral")
+
+expected = functools.cache(functools.partial(twin, dtype="fp64", steps=STEPS))
+
+
+def trained_each(cases):
+    return {key: trained(*case, "fp64", STEPS) for key, case in cases.items()}
+
+
+def check(cases: dict[tuple[str, str], Case], world: int) -> None:
+    """Compare all of them, in ranks that are started once."""
+    all_results = run_ranks(
+        world, trained_each, {key: (key[0], case) for key, case in cases.items()}, timeout=300
+    )
+    for key, case in cases.items():
+        results = [rank_results[key] for rank_results in all_results]
+        losses, gradients, parameters = expected(key[0], one_by_one=case.documents)
+        got_losses, got_gradients, got_parameters = results[0]
+        in_float32 = case.kernels == "on" or case.compile == "on" or key[0] == "gemma3_text"
+        exact = 1e-6 if in_float32 else 1e-8
+        assert got_losses == pytest.approx(losses, rel=exact), key
+        assert all(other == got_losses for other in results[1:]), key
+        assert_same_as_one_device(got_gradients, gradients, tolerance=exact)
+        if not in_float32:
+            assert_same_as_one_device(got_parameters, parameters, tolerance=1e-7)
+
+
+def test_two_ranks_equal_a_plain_loop():
+    kinds = {(model, "documents"): replace(TWO["documents"], context=2) for model in MODELS}
+    check({("llama", name): case for name, case in TWO.items()} | kinds, 2)
+
+
+def test_four_ranks_equal_a_plain_loop():
+    check({("llama", name): case for name, case in FOUR.items()}, 4)
+
+
+def test_compiled_layers_equal_a_plain_loop():
+    check({("llama", name): case for name, case in COMPILED.items()}, 2)
+
+
+def test_routers_of_parts_of_rows_are_balanced_as_those_of_whole_ones():
+    """Losses of routers, loads and weights after three steps are those of transformers on whole rows."""
+    experts = Experts(aux_loss=0.05, z_loss=0.02)
+    cases = {
+        "context2": Case(context=2, microbatches=2),
+        "context2-experts2": Case(context=2, experts=2, zero=2, microbatches=2),
+        "data2-experts2": Case(data=2, context=2, experts=2, zero=3, microbatches=1),
+        "tensor2-sequence": Case(tensor=2, sequence=True, context=2, microbatches=2),
+        "pipeline2": Case(pipeline=2, context=2, microbatches=2),
+    }
+    losses, numbers, parameters = plain_training("olmoe", experts, 2)
+    for world in (2, 4):
+        chosen = {name: case for name, case in cases.items() if case.world == world}
+        results = run_ranks(world, routed_each, chosen, experts, timeout=300)
+        for name in chosen:
+            got_losses, got_numbers, got_parameters = results[0][name]
+            assert got_losses == pytest.approx(losses, rel=1e-5), name
+            for got, (balance, z) in zip(got_numbers, numbers, strict=True):
+                assert got["aux_loss"] == pytest.approx(balance, rel=1e-5), name
+                assert got["z_loss"] == pytest.approx(z, rel=1e-4), name
+                assert got["dropped_share"] == 0, name
+            assert all(other[name][1] == got_numbers for other in results[1:]), name
+            assert_same_as_one_device(got_parameters, parameters, tolerance=1e-5)
+
+
+def routed_each(cases, experts):
+    return {name: routed_training("olmoe", case, experts) for name, case in cases.items()}
