@@ -58,6 +58,50 @@ def test_each_document_is_alone(form, backend):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
 
 
+LAST = ((0, 2, 2, 9, 11), (0, 11, 11, 11, 11), (0, 0, 1, 8, 11))
+"""Where queries of the same documents begin, in rows of 11: each has as many keys, or more."""
+
+
+def last_of_each(bounds, last, **form):
+    """The last queries of each document by all of its keys, whose other queries stand empty before them."""
+    whole = one_by_one(bounds, **form)
+
+    def run(q, k, v):
+        wide = torch.zeros(3, q.shape[1], k.shape[2], q.shape[3], dtype=q.dtype, device=q.device)
+        places = [
+            torch.cat(
+                [
+                    torch.arange(keys[d + 1] - (queries[d + 1] - queries[d]), keys[d + 1])
+                    for d in range(len(keys) - 1)
+                ]
+            )
+            for keys, queries in zip(bounds, last, strict=True)
+        ]
+        index = torch.stack(places).to(q.device)[:, None, :, None].expand(q.shape)
+        return whole(wide.scatter(2, index, q), k, v).gather(2, index)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_queries_may_be_the_last_of_each_document(form, backend):
+    q, k, v, dout = tensors()
+    q, dout = q[:, :, :11], dout[:, :, :11]
+    starts, queries = (torch.tensor(bounds, dtype=torch.int32, device=DEVICE) for bounds in (BOUNDS, LAST))
+    form = {"scale": 0.25} | form
+    ours = results(
+        lambda q, k, v: document_attention(
+            q, k, v, starts, query_cu_seqlens=queries, backend=backend, **form
+        ),
+        [q, k, v],
+        [dout],
+    )
+    theirs = results(last_of_each(BOUNDS, LAST, **form), [q, k, v], [dout])
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
 def test_float64_and_dropout_take_the_mask():
     q, k, v, _ = tensors(dtype=torch.float64)
     starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)

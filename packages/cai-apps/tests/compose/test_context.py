@@ -6,9 +6,13 @@ import functools
 from dataclasses import replace
 
 import pytest
-from layouts import Case, trained, twin
+import torch
+from layouts import Case, batch, microbatches_of, model_config, session_of, shifted, trained, twin
 from routed_toys import plain_training, routed_training
+from torch.nn import functional as F
 
+from cai_apps.compose.materialize import materialize
+from cai_apps.compose.models import initializer, meta_model
 from cai_apps.config.sections import Experts
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -68,8 +72,36 @@ def test_four_ranks_equal_a_plain_loop():
     check({("llama", name): case for name, case in FOUR.items()}, 4)
 
 
+@pytest.mark.matrix
 def test_compiled_layers_equal_a_plain_loop():
     check({("llama", name): case for name, case in COMPILED.items()}, 2)
+
+
+def looked_at(case: Case):
+    """The loss, what is predicted right, and all predictions of the first microbatch."""
+    session = session_of("llama", case, "fp64")
+    batches, _ = microbatches_of(session, case, 0)
+    evaluation = session.evaluate(batches[:1], total=1.0)
+    assert evaluation.correct is not None
+    return float(evaluation.loss), float(evaluation.correct), session.predict(batches[0])
+
+
+def test_validation_and_predictions_are_of_whole_rows():
+    """Alike on all ranks, and those of the model of transformers."""
+    model = materialize(
+        meta_model(model_config("llama")),
+        initializer,
+        seed=7,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+    ids, labels = batch(0)
+    logits = model(input_ids=ids[:2]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted(labels[:2]).flatten(), reduction="sum")
+    for got_loss, correct, predicted in run_ranks(4, looked_at, Case(context=2, pipeline=2)):
+        assert got_loss == pytest.approx(float(loss.detach()), rel=1e-9)
+        assert correct == int((logits.argmax(-1) == shifted(labels[:2])).sum())
+        assert torch.equal(predicted, logits.argmax(-1))
 
 
 def test_routers_of_parts_of_rows_are_balanced_as_those_of_whole_ones():

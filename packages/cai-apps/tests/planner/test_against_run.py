@@ -24,6 +24,7 @@ LAYOUTS = {
     "zero 2, bf16": (2, {"parallel.zero": 2, "parallel.shard": 2, "precision.compute": "bf16"}),
     "zero 3": (2, {"parallel.zero": 3, "parallel.shard": 2}),
     "zero 3, bf16": (2, {"parallel.zero": 3, "parallel.shard": 2, "precision.compute": "bf16"}),
+    "context": (2, {"parallel.zero": 3, "parallel.context.size": 2}),
     "tensor": (2, {"parallel.zero": 0, "parallel.tensor.size": 2}),
     "pipeline": (2, {"parallel.zero": 1, "parallel.pipeline.size": 2}),
     "eight-bit moments": (2, {"parallel.zero": 1, "parallel.shard": 2, "optimizer.state": "int8"}),

@@ -24,6 +24,8 @@ LAYOUTS = {
     "pipeline2": Case(pipeline=2),
     "2x2x2": Case(data=2, tensor=2, pipeline=2),
     "chunks2": Case(pipeline=2, chunks=2, schedule="interleaved"),
+    "context2": Case(context=2, zero=3),
+    "data2-context2": Case(data=2, context=2, attention="ulysses", zero=2),
 }
 
 
@@ -63,12 +65,13 @@ def test_on_the_same_layout_it_is_bitwise(model, layout, tmp_path):
 @pytest.mark.parametrize(
     ("model", "saved", "loaded"),
     [
-        ("llama", "one", ("data2-zero1", "2x2x2")),
+        ("llama", "one", ("data2-zero1", "2x2x2", "context2")),
         ("gpt2", "2x2x2", ("one", "data2-zero3", "tensor2", "pipeline2", "chunks2")),
         ("llama", "data2-zero3", ("pipeline2",)),
         ("gpt2", "chunks2", ("one",)),
         ("llama", "tensor2", ("data2-zero1",)),
         ("gpt2", "pipeline2", ("tensor2",)),
+        ("llama", "context2", ("data2-zero1", "data2-context2")),
     ],
 )
 def test_on_another_layout_it_is_the_same_run(model, saved, loaded, tmp_path):

@@ -117,6 +117,8 @@ class AttentionCall:
         dropout: probability of dropping a weight, 0 in evaluation.
         cu_seqlens: [B, D + 1] int32: document d of row b is at cu_seqlens[b, d]..cu_seqlens[b, d + 1], and sees itself
             alone. A row ends with Sk, repeated where it has fewer documents. None: a row is one document.
+        query_cu_seqlens: [B, D + 1] int32, the same of queries, where they are others than the last Sq of a row: those
+            of a document are at its last keys, and a row ends with Sq. None: they are the last.
         mask: bool, True is seen, or floating, added: [B, Sk] or broadcastable to [B, N, Sq, Sk]. It comes on top of
             causality, window and documents.
         prefixes: [B, D] int32: the document that each document of `cu_seqlens` goes on from, or its own number. It sees
@@ -130,6 +132,7 @@ class AttentionCall:
     softcap: float | None = None
     dropout: float = 0.0
     cu_seqlens: torch.Tensor | None = None
+    query_cu_seqlens: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     prefixes: torch.Tensor | None = None
 

@@ -35,15 +35,21 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     """
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
     options |= {"softcap": call.softcap, "dropout": call.dropout}
-    if call.mask is not None or query.shape[-2] != key.shape[-2]:
+    if call.mask is not None:
         return masked_attention(query, key, value, call)
-    if call.cu_seqlens is None:
+    starts, query_starts = call.cu_seqlens, call.query_cu_seqlens
+    earlier = key.shape[-2] - query.shape[-2]
+    if starts is None and not earlier:
         return attention(query, key, value, **options)
+    if starts is None:
+        starts = torch.tensor([0, key.shape[-2]], dtype=torch.int32, device=key.device).expand(len(key), 2)
+    if earlier and query_starts is None:  # the last queries of a row
+        query_starts = (starts - earlier).clamp_min(0)
     if call.prefixes is not None:
         length, window = query.shape[-2], call.window
-        mask = prefix_mask(call.cu_seqlens, call.prefixes, length, causal=call.causal, window=window)
+        mask = prefix_mask(starts, call.prefixes, length, causal=call.causal, window=window)
         return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
-    return document_attention(query, key, value, call.cu_seqlens, **options)
+    return document_attention(query, key, value, starts, query_cu_seqlens=query_starts, **options)
 
 
 def check_keeps_documents_apart(model: PreTrainedModel, name: str) -> None:

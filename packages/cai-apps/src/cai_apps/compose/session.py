@@ -186,7 +186,7 @@ class Session:
         else:
             predicted = self.workload.predicted(self.loss.loss, output)
         all_reduce(predicted, group(self.mesh, ("pp",))).wait()
-        return whole_rows(predicted, self.mesh)
+        return whole_rows(predicted, self.mesh, ready.get("cu_seqlens"))
 
     def _unscaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale is None else self.scale.unscaled(loss)

@@ -37,6 +37,40 @@ def document_mask(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 
+def last_queries_mask(
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """Who sees whom where the queries of each document are the last of its keys: bool [B, 1, queries, keys].
+
+    Args:
+        query_starts, key_starts: [B, D + 1] int32, as in `AttentionCall`.
+        queries, keys: how many a row has.
+        causal, window: as there.
+    """
+    documents, positions = [], []
+    for starts, length in ((query_starts, queries), (key_starts, keys)):
+        places = torch.arange(length, dtype=starts.dtype, device=starts.device)
+        places = places.expand(len(starts), length).contiguous()
+        document = torch.searchsorted(starts, places, right=True) - 1
+        documents.append(document)
+        positions.append(
+            places - starts.gather(1, document + 1)
+        )  # counted back from the end, where both meet
+    visible = documents[0][:, :, None] == documents[1][:, None, :]
+    distance = positions[0][:, :, None] - positions[1][:, None, :]
+    if causal:
+        visible &= distance >= 0
+    if window is not None:
+        visible &= distance.abs() < window
+    return visible[:, None]
+
+
 def prefix_mask(
     cu_seqlens: torch.Tensor, prefixes: torch.Tensor, length: int, *, causal: bool, window: int | None
 ) -> torch.Tensor:
@@ -79,12 +113,16 @@ def _mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.
         assert call.cu_seqlens is not None  # prefixes are numbers of its documents
         options = {"causal": call.causal, "window": call.window}
         parts.append(prefix_mask(call.cu_seqlens, call.prefixes, keys, **options))
+    elif call.query_cu_seqlens is not None:
+        assert call.cu_seqlens is not None  # of the same documents
+        options = {"causal": call.causal, "window": call.window}
+        parts.append(last_queries_mask(call.query_cu_seqlens, call.cu_seqlens, queries, keys, **options))
     elif call.causal or call.window is not None:
         distance = torch.arange(queries, device=query.device)[:, None] + (keys - queries)
         distance = distance - torch.arange(keys, device=query.device)
         visible = distance >= 0 if call.causal else torch.ones_like(distance, dtype=torch.bool)
         parts.append(visible if call.window is None else visible & (distance.abs() < call.window))
-    if call.cu_seqlens is not None and call.prefixes is None:
+    if call.cu_seqlens is not None and call.prefixes is None and call.query_cu_seqlens is None:
         parts.append(document_mask(call.cu_seqlens, keys)[:, :, keys - queries :])
     mask = call.mask
     if mask is not None and mask.dim() == 2:  # what is padding sees itself: a softmax of no keys would be NaN

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from cai_mesh.comm import AnyMesh, ParallelMesh, all_gather
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel.context.cutting import Cut
+from cai_tensor_parallel.context.documents import cut_of
 
 IGNORED = -100
 """The label of a token that no loss counts, as in transformers."""
@@ -40,41 +41,51 @@ def cut_batch(batch: Mapping[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
             "a batch has what cut_batch does not know how to cut",
             got=", ".join(unknown),
             expected=", ".join(sorted(names)),
-            fix="cut it by Cut(ranks, index).own(rows, dim), or leave it out",
+            fix="cut numbers of tokens by own_rows, or leave it out",
         )
     ids = batch["input_ids"]
     row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
     added = -ids.shape[1] % row_cut.multiple
-    documents = _documents(batch, added)
+    starts = _documents(batch, added)
     places = batch.get("position_ids")
     if places is None:
         places = _places(batch.get("cu_seqlens"), ids)
-    parts = {"input_ids": row_cut.own(F.pad(ids, (0, added)), 1)}
-    parts["position_ids"] = row_cut.own(F.pad(places, (0, added)), -1)
-    if documents is not None:
-        parts["cu_seqlens"] = documents
+    documents = cut_of(row_cut, starts, ids.shape[1] + added, batch=-2)
+    parts = {"input_ids": documents.own(F.pad(ids, (0, added)), -1)}
+    parts["position_ids"] = documents.own(F.pad(places, (0, added)), -1)
+    if starts is not None:
+        parts["cu_seqlens"] = starts
     following = _following(batch)
     if following is not None:
-        parts["shift_labels"] = row_cut.own(F.pad(following, (0, added), value=IGNORED), 1)
+        parts["shift_labels"] = documents.own(F.pad(following, (0, added), value=IGNORED), -1)
     return parts
 
 
-def own_rows(rows: Tensor, mesh: AnyMesh) -> Tensor:
-    """Return this rank's part of whole rows, [B, S] to [B, S / cp], in the order of `cut_batch`."""
+def own_rows(rows: Tensor, mesh: AnyMesh, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return this rank's part of whole rows, [B, S] to [B, S / cp], in the order of `cut_batch`.
+
+    Args:
+        rows: numbers of the tokens of whole rows; S divides by 2 cp.
+        mesh: the mesh of the model.
+        cu_seqlens: those of `cut_batch`; None: a row is one document.
+    """
     mesh = ParallelMesh.of(mesh)
-    return Cut(mesh.degree("cp"), mesh.index("cp")).own(rows, 1)
+    return cut_of(Cut(mesh.degree("cp"), mesh.index("cp")), cu_seqlens, rows.shape[1]).own(rows, 1)
 
 
-def whole_rows(part: Tensor, mesh: AnyMesh) -> Tensor:
+def whole_rows(part: Tensor, mesh: AnyMesh, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return whole rows of what the ranks of `cp` have of each token, [B, S / cp] to [B, S]. Collective, no gradient.
 
     Args:
         part: this rank's, in the order of `cut_batch`.
         mesh: the mesh of the model.
+        cu_seqlens: those of `cut_batch`; None: a row is one document.
     """
     mesh = ParallelMesh.of(mesh)
-    row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
-    return row_cut.in_order(all_gather(part.detach(), 1, mesh.group("cp")), 1)
+    gathered = all_gather(part.detach(), 1, mesh.group("cp"))
+    return cut_of(Cut(mesh.degree("cp"), mesh.index("cp")), cu_seqlens, gathered.shape[1]).in_order(
+        gathered, 1
+    )
 
 
 def _following(batch: Mapping[str, Tensor]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention of the queries of one rank to the keys of whole rows, by any rule that attends on one rank."""
+"""Attention of the queries of one rank to the keys of all, by any rule that attends on one rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionCall, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
+from cai_tensor_parallel.context.documents import DocumentCut, cut_of
 
 
 def attend_pieces(
@@ -19,19 +20,24 @@ def attend_pieces(
     value: torch.Tensor,
     call: AttentionCall,
 ) -> torch.Tensor:
-    """Attend with a rank's queries to the keys of whole rows; a piece of queries sees no key that comes after it.
+    """Attend with a rank's queries to the keys of all ranks; a piece of queries sees no key that comes after it.
 
     Args:
         query: [B, N, S / ranks, H], the two pieces of the rank.
-        key, value: [B, Nkv, S, H] of whole rows, in order.
+        key, value: [B, Nkv, S, H] of all ranks, rank after rank.
         call: the arguments of the layer; `cu_seqlens` are those of whole rows.
 
     Returns [B, N, S / ranks, H]. Raises `PlanError` for masks and prefixes, which are of one rank's tokens.
     """
     check_call(call)
-    pieces = zip(query.chunk(2, 2), row_cut.spans(key.shape[2]), strict=True)
-    attend = _causal if call.causal else _both_ways
-    return torch.cat([attend(rule, part, span, key, value, call) for part, span in pieces], 2)
+    documents = cut_of(row_cut, call.cu_seqlens, key.shape[2])
+    if not call.causal:
+        return _both_ways(documents, rule, query, key, value, call)
+    pieces = list(zip(query.chunk(2, 2), row_cut.pieces, strict=True))
+    if isinstance(documents, DocumentCut):
+        return torch.cat([_causal(documents, rule, *piece, key, value, call) for piece in pieces], 2)
+    key, value = row_cut.in_order(key, 2), row_cut.in_order(value, 2)
+    return torch.cat([_causal_rows(rule, *piece, key, value, call) for piece in pieces], 2)
 
 
 def check_call(call: AttentionCall) -> None:
@@ -51,41 +57,56 @@ def check_call(call: AttentionCall) -> None:
         )
 
 
-def _causal(
+def _causal_rows(
     rule: AttentionRule,
     query: torch.Tensor,
-    span: tuple[int, int],
+    number: int,
     key: torch.Tensor,
     value: torch.Tensor,
     call: AttentionCall,
 ) -> torch.Tensor:
-    """The last query stands at the last key, as rules have it; keys before the window of the first are left out."""
-    first, end = span
+    """Rows of one document: the last query stands at the last key, and keys before the window of the first stay out."""
+    size = query.shape[2]
+    first, end = number * size, (number + 1) * size
     begin = 0 if call.window is None else max(0, first - call.window + 1)
-    documents = None if call.cu_seqlens is None else call.cu_seqlens.clamp(begin, end) - begin
-    keys, values = key[:, :, begin:end], value[:, :, begin:end]
-    return rule(query, keys, values, replace(call, cu_seqlens=documents))
+    return rule(query, key[:, :, begin:end], value[:, :, begin:end], call)
+
+
+def _causal(
+    documents: DocumentCut,
+    rule: AttentionRule,
+    query: torch.Tensor,
+    number: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """Of each document the last query stands at the last of its keys."""
+    keys, values = (documents.keys_seen(rows, number) for rows in (key, value))
+    starts, query_starts = documents.key_starts(number), documents.query_starts(number)
+    return rule(query, keys, values, replace(call, cu_seqlens=starts, query_cu_seqlens=query_starts))
 
 
 def _both_ways(
+    documents: Cut | DocumentCut,
     rule: AttentionRule,
     query: torch.Tensor,
-    span: tuple[int, int],
     key: torch.Tensor,
     value: torch.Tensor,
     call: AttentionCall,
 ) -> torch.Tensor:
     """Queries see what comes after them, too: windows and documents are a mask."""
+    key, value = documents.in_order(key, 2), documents.in_order(value, 2)
     plain = replace(call, window=None, cu_seqlens=None)
     if call.window is None and call.cu_seqlens is None:
         return rule(query, key, value, plain)
     places = torch.arange(key.shape[2], device=key.device)
-    own_places = places[slice(*span)]
-    visible = torch.ones(1, len(own_places), len(places), dtype=torch.bool, device=key.device)
+    own_places = documents.places(key.shape[2], key.device)
+    visible = torch.ones(1, 1, 1, dtype=torch.bool, device=key.device)
     if call.window is not None:
-        visible = visible & ((own_places[:, None] - places).abs() < call.window)
+        visible = visible & ((own_places[:, :, None] - places).abs() < call.window)
     if call.cu_seqlens is not None:
         rows = places.to(call.cu_seqlens.dtype).expand(len(call.cu_seqlens), -1).contiguous()
         document = torch.searchsorted(call.cu_seqlens, rows, right=True)
-        visible = visible & (document[:, slice(*span), None] == document[:, None])
+        visible = visible & (document.gather(1, own_places)[:, :, None] == document[:, None])
     return rule(query, key, value, replace(plain, mask=visible[:, None]))

@@ -13,6 +13,7 @@ from cai_mesh.comm import all_gather, swap_shards
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionCall, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
+from cai_tensor_parallel.context.documents import cut_of
 from cai_tensor_parallel.context.pieces import attend_pieces, check_call
 
 
@@ -40,7 +41,7 @@ def gather_keys(
     its first argument given, an `AttentionRule`.
     """
     _check_lengths(query, key)
-    key, value = (ranks.row_cut.in_order(all_gather(rows, 2, ranks.group), 2) for rows in (key, value))
+    key, value = (all_gather(rows, 2, ranks.group) for rows in (key, value))
     return attend_pieces(ranks.row_cut, ranks.rule, query, key, value, call)
 
 
@@ -54,15 +55,18 @@ def exchange_heads(
     """
     _check_lengths(query, key)
     check_call(call)
-    row_cut, group = ranks.row_cut, ranks.group
-    check_heads(query.shape[1], row_cut.ranks)
+    size, group = ranks.row_cut.ranks, ranks.group
+    check_heads(query.shape[1], size)
     heads = key.shape[1]
-    repeats = math.lcm(heads, row_cut.ranks) // heads
+    repeats = math.lcm(heads, size) // heads
     if query.shape[1] % (heads * repeats):  # then each head of queries has keys of its own
         repeats = query.shape[1] // heads
     key, value = (rows.repeat_interleave(repeats, 1) if repeats > 1 else rows for rows in (key, value))
-    query, key, value = (row_cut.in_order(swap_shards(rows, 2, 1, group), 2) for rows in (query, key, value))
-    output = row_cut.by_rank(ranks.rule(query, key, value, call), 2)
+    documents = cut_of(ranks.row_cut, call.cu_seqlens, query.shape[2] * size)
+    query, key, value = (
+        documents.in_order(swap_shards(rows, 2, 1, group), 2) for rows in (query, key, value)
+    )
+    output = documents.by_rank(ranks.rule(query, key, value, call), 2)
     return swap_shards(output, 1, 2, group)
 
 

@@ -47,9 +47,9 @@ class _Kept:
         self._calls += 1
         if key.shape[2] * self._row_cut.ranks != whole_key.shape[2]:
             raise PlanError("a layer attends to other tokens than those of its rows")
-        spans = [torch.arange(*span) for span in self._row_cut.spans(whole_key.shape[2])]
-        places = torch.cat(spans)
+        (places,) = self._row_cut.places(whole_key.shape[2], key.device)
         keys, values = whole_key.index_copy(2, places, key), whole_value.index_copy(2, places, value)
+        keys, values = self._row_cut.by_rank(keys, 2), self._row_cut.by_rank(values, 2)
         return attend_pieces(self._row_cut, masked_attention, query, keys, values, call)
 
 

@@ -139,8 +139,9 @@ class Balance:
         if degree(self._mesh, "cp") == 1:
             return self._weights_of(inputs)
         rows = {name: value for name, value in inputs.items() if name != "position_ids"}
-        weights = self._weights_of(rows | {"input_ids": whole_rows(inputs["input_ids"], self._mesh)})
-        return None if weights is None else own_rows(weights, self._mesh)
+        starts = inputs.get("cu_seqlens")
+        weights = self._weights_of(rows | {"input_ids": whole_rows(inputs["input_ids"], self._mesh, starts)})
+        return None if weights is None else own_rows(weights, self._mesh, starts)
 
     def end(self) -> Tensor | None:
         """See a forward end: a `Companion`'s."""
