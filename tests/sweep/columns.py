@@ -82,6 +82,7 @@ def run_config(
     shard: int = 1,
     zero: int = 1,
     experts: int = 1,
+    context: int = 1,
     tensor: int = 1,
     sequence: bool = False,
     pipeline: int = 1,
@@ -95,6 +96,7 @@ def run_config(
             shard=shard,
             zero=zero,  # type: ignore[arg-type]
             experts=c.ExpertRanks(experts),
+            context=c.Context(size=context),
             tensor=c.Tensor(size=tensor, sequence=sequence),
             pipeline=c.Pipeline(size=pipeline),
         ),
@@ -191,6 +193,9 @@ COLUMNS: dict[str, Column] = {
         "Two ranks, each with half of every layer's experts, of types that have some.",
         partial(train, shard=2, experts=2),
         ranks=2,
+    ),
+    "context 2": Column(
+        "Two ranks, each with half of every row of tokens.", partial(train, context=2), ranks=2
     ),
     "tp2": Column("Two ranks that share every layer: tensor parallelism.", partial(train, tensor=2), ranks=2),
     "tp2 sequence": Column(
