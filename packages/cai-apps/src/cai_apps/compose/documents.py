@@ -42,7 +42,8 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     if starts is None and not earlier:
         return attention(query, key, value, **options)
     if starts is None:
-        starts = torch.tensor([0, key.shape[-2]], dtype=torch.int32, device=key.device).expand(len(key), 2)
+        ends = torch.arange(0, 2 * key.shape[-2], key.shape[-2], dtype=torch.int32, device=key.device)
+        starts = ends.repeat(len(key), 1)
     if earlier and query_starts is None:  # the last queries of a row
         query_starts = (starts - earlier).clamp_min(0)
     if call.prefixes is not None:
