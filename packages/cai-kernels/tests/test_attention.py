@@ -15,6 +15,7 @@ from cai_kernels import (
     attention_backward,
     attention_with_lse,
     explain_attention,
+    last_queries_attention,
     merge_attention,
     varlen_attention,
 )
@@ -241,6 +242,23 @@ def test_parts_make_the_whole(backend):
     dk, dv = (torch.cat([f[i] for f in found], 2) for i in (1, 2))
     for got, want in zip((out, lse, dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(12, 30), (1, 9), (8, 9)])
+def test_the_last_queries_of_a_sequence(queries, keys):
+    inputs, dout = tensors(2, 4, 2, queries, keys, 16)
+    q, k, _ = inputs
+
+    def whole(q, k, v):
+        wide = torch.cat([q.new_zeros(2, 4, keys - queries, 16), q], 2)
+        return eager(causal=True)(wide, k, v)[:, :, -queries:]
+
+    ours = results(lambda q, k, v: last_queries_attention(q, k, v), inputs, [dout])
+    for got, want in zip(ours, results(whole, inputs, [dout]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+    for wrong in (q, k[:, :, :queries]):
+        with pytest.raises(KernelError, match="fewer queries than keys"):
+            last_queries_attention(q, wrong, wrong)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])

@@ -9,7 +9,13 @@ import torch
 from kernel_checks import DEVICE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cai_kernels import KernelError, document_attention
+from cai_kernels import (
+    KernelError,
+    attention_backward,
+    attention_with_lse,
+    document_attention,
+    merge_attention,
+)
 from cai_kernels.attention import reference
 from cai_kernels.testing import results
 
@@ -100,6 +106,53 @@ def test_queries_may_be_the_last_of_each_document(form, backend):
     theirs = results(last_of_each(BOUNDS, LAST, **form), [q, k, v], [dout])
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_parts_of_documents_make_the_whole(backend, softcap):
+    """Keys in three sets, of which one has none of a document, and of the last the queries are causal."""
+    q, k, v, dout = (tensor[:1] for tensor in tensors())
+    lengths, cuts = (5, 0, 20, 12), ((0, 5), (0, 0), (9, 13), (0, 4))
+    ends = list(itertools.accumulate(lengths, initial=0))
+    own = [
+        [*range(ends[d] + cuts[d][1], ends[d + 1])] for d in range(4)
+    ]  # queries, and the keys of the last part
+    parts = [
+        [[*range(ends[d], ends[d] + cuts[d][0])] for d in range(4)],
+        [[*range(ends[d] + cuts[d][0], ends[d] + cuts[d][1])] for d in range(4)],
+        own,
+    ]
+
+    def starts(part):
+        sizes = [len(places) for places in part]
+        return torch.tensor([[*itertools.accumulate(sizes, initial=0)]], dtype=torch.int32, device=DEVICE)
+
+    queries, *keys = ([*itertools.chain(*part)] for part in (own, *parts))
+    options = {"scale": 0.25, "softcap": softcap, "backend": backend, "query_cu_seqlens": starts(own)}
+    q_own, dout_own = q[:, :, queries].contiguous(), dout[:, :, queries]
+    out, lse = torch.zeros_like(q_own), torch.full(q_own.shape[:-1], -torch.inf, device=DEVICE)
+    calls = [
+        ((k[:, :, places].contiguous(), v[:, :, places].contiguous()), options | {"causal": part is own})
+        for part, places in zip(parts, keys, strict=True)
+    ]
+    for part, (tensors_of, call) in zip(parts, calls, strict=True):
+        found = attention_with_lse(q_own, *tensors_of, cu_seqlens=starts(part), **call)
+        out, lse = merge_attention(out, lse, *found)
+    gradients = [
+        attention_backward(dout_own, q_own, *tensors_of, out, lse, cu_seqlens=starts(part), **call)
+        for part, (tensors_of, call) in zip(parts, calls, strict=True)
+    ]
+    expected = results(
+        lambda q, k, v: one_by_one([ends], softcap=softcap)(q, k, v)[:, :, queries], [q, k, v], [dout_own]
+    )
+    torch.testing.assert_close(out, expected[0], rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        sum(each[0] for each in gradients), expected[1][:, :, queries], rtol=1e-4, atol=2e-5
+    )
+    for number, wanted in ((1, expected[2]), (2, expected[3])):
+        for places, each in zip(keys, gradients, strict=True):
+            torch.testing.assert_close(each[number], wanted[:, :, places], rtol=1e-4, atol=2e-5)
 
 
 def test_float64_and_dropout_take_the_mask():

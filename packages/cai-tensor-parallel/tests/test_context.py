@@ -111,7 +111,7 @@ def over_ranks_each(cases, mode: str, world: int):
     return {case: over_ranks(*case, mode, world) for case in cases}
 
 
-@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_one_process(world, mode):
     cases = [(kind, name) for kind in KINDS for name in BATCHES]
@@ -164,7 +164,7 @@ def test_every_document_is_cut_and_ranks_have_as_many_tokens(ranks):
                 for row, (begins, queries, keys) in enumerate(
                     zip(
                         starts.tolist(),
-                        cut.query_starts(number).tolist(),
+                        cut.piece_starts(number).tolist(),
                         cut.key_starts(number).tolist(),
                         strict=True,
                     )
@@ -244,13 +244,20 @@ def refused(case: str):
             "use_mamba_kernels": False,
         }
         parallelize_context(AutoModelForCausalLM.from_config(AutoConfig.for_model("jamba", **sizes)), mesh)
+    if case == "roberta":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = AutoConfig.for_model("roberta", **sizes, vocab_size=61, is_decoder=True)
+        parallelize_context(AutoModelForCausalLM.from_config(config), mesh)
+    if case == "llama4_text":
+        config = AutoConfig.for_model("llama4_text", **SMALL, **HEAD, attention_chunk_size=8)
+        parallelize_context(AutoModelForCausalLM.from_config(config), mesh)
     if case == "heads":
         config = AutoConfig.for_model(
             "llama", **(SMALL | {"num_attention_heads": 3, "hidden_size": 48, "num_key_value_heads": 3})
         )
         parallelize_context(AutoModelForCausalLM.from_config(config), mesh, mode="ulysses")
     if case == "mode":
-        parallelize_context(model_of("llama"), mesh, mode="ring of rings")
+        parallelize_context(model_of("llama"), mesh, mode="spiral")
     if case == "bloom":
         config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=61)
         parallelize_context(AutoModelForCausalLM.from_config(config), mesh)
@@ -274,6 +281,8 @@ def refused(case: str):
 
 REFUSALS = {
     "jamba": "looks along a row",
+    "roberta": "positions that it counts",
+    "llama4_text": "chunks",
     "heads": "3 heads over 2 ranks",
     "mode": "unknown mode",
     "bloom": "cannot be exchanged",

@@ -25,6 +25,8 @@ TWO = {
     "recompute": Case(context=2, recompute="full", documents=True),
     "most": Case(context=2, recompute="most"),
     "kernels": Case(context=2, kernels="on", documents=True),
+    "ring": Case(context=2, attention="ring"),
+    "ring, documents": Case(context=2, attention="ring", zero=3, documents=True, recompute="full"),
 }
 FOUR = {
     "data2-zero3": Case(data=2, context=2, zero=3, documents=True),
@@ -33,9 +35,13 @@ FOUR = {
     "tensor2, ulysses": Case(tensor=2, context=2, attention="ulysses"),
     "tensor2-sequence": Case(tensor=2, sequence=True, context=2, documents=True),
     "pipeline2": Case(pipeline=2, context=2, documents=True),
+    "tensor2, ring": Case(tensor=2, context=2, attention="ring", documents=True),
     "pipeline2-zb-v-zero3": Case(pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step", context=2),
 }
-COMPILED = {"compiled": Case(context=2, compile="on", recompute="selective", documents=True)}
+COMPILED = {
+    mode: Case(context=2, attention=mode, compile="on", recompute="selective", documents=True)
+    for mode in ("gather", "ulysses", "ring")
+}
 MODELS = ("llama", "gpt2", "gemma3_text", "mistral")
 
 expected = functools.cache(functools.partial(twin, dtype="fp64", steps=STEPS))

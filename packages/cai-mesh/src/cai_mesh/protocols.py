@@ -152,6 +152,43 @@ class AttentionRule(Protocol):
 
 
 @runtime_checkable
+class AttentionParts(Protocol):
+    """Attention to some keys at a time, whose results are merged: what ranks need that pass keys on."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, N, Sq, H], [B, Nkv, Sk, H] twice -> (out [B, N, Sq, H], log-sum-exp [B, N, Sq], float32 or wider).
+
+        The call has neither mask, prefixes nor dropout, and is not recorded by autograd. Of a query that sees none of
+        these keys out is zero and the other -inf.
+        """
+        ...
+
+    def merge(
+        self, first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention to two sets of keys, from that to each; out is float32 or wider."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: AttentionCall,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of key and value, and the part of the query's that comes from these keys, query first.
+
+        `out` [B, N, Sq, H], in the query's dtype, and `lse` are those of the attention to all keys.
+        """
+        ...
+
+
+@runtime_checkable
 class GradSync(Protocol):
     """Whoever combines gradients across ranks while backward runs."""
 

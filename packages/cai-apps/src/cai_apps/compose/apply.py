@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.compose.average import Average
 from cai_apps.compose.blocks import compile_layers, recompute_layers
-from cai_apps.compose.documents import document_rule
+from cai_apps.compose.documents import KernelParts, document_rule
 from cai_apps.compose.expert_adapters import (
     adapted_layers,
     check_tensor_ranks,
@@ -166,7 +166,8 @@ def rewrite(
     )
     context = config.parallel.context
     if context.size > 1:
-        parallelize_context(model, mesh, mode=context.mode, attention=document_rule, trial=workload.trial)
+        kernels: dict[str, Any] = {"attention": document_rule, "parts": KernelParts()}
+        parallelize_context(model, mesh, mode=context.mode, trial=workload.trial, **kernels)
     share_in_graphs(model)
     loss = workload.loss(model, mesh)
     if config.parallel.experts.size > 1:

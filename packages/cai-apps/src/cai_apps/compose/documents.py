@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cai_kernels import attention, document_attention
+from cai_kernels import (
+    attention,
+    attention_backward,
+    attention_with_lse,
+    document_attention,
+    last_queries_attention,
+    merge_attention,
+)
 from cai_mesh.attention import masked_attention, prefix_mask, route_attention
 from cai_mesh.errors import CaiError, ConfigError
 
@@ -41,6 +48,9 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     earlier = key.shape[-2] - query.shape[-2]
     if starts is None and not earlier:
         return attention(query, key, value, **options)
+    plain = call.window is None and call.softcap is None and not call.dropout
+    if starts is None and call.causal and plain:
+        return last_queries_attention(query, key, value, scale=call.scale)
     if starts is None:
         ends = torch.arange(0, 2 * key.shape[-2], key.shape[-2], dtype=torch.int32, device=key.device)
         starts = ends.repeat(len(key), 1)
@@ -51,6 +61,37 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
         mask = prefix_mask(starts, call.prefixes, length, causal=call.causal, window=window)
         return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
     return document_attention(query, key, value, starts, query_cu_seqlens=query_starts, **options)
+
+
+class KernelParts:
+    """`cai_mesh.protocols.AttentionParts` by kernels: cuDNN and flash, and Triton for soft caps and documents."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to these keys."""
+        return attention_with_lse(query, key, value, **self._options(call))
+
+    def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Merge the attention to two sets of keys."""
+        return merge_attention(*first, *second)
+
+    def backward(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: AttentionCall,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Differentiate by query, key and value."""
+        return attention_backward(dout, query, key, value, out, lse, **self._options(call))
+
+    def _options(self, call: AttentionCall) -> dict[str, Any]:
+        boundaries = {"cu_seqlens": call.cu_seqlens, "query_cu_seqlens": call.query_cu_seqlens}
+        return {"causal": call.causal, "scale": call.scale, "softcap": call.softcap} | boundaries
 
 
 def check_keeps_documents_apart(model: PreTrainedModel, name: str) -> None:

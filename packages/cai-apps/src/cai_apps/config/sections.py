@@ -38,9 +38,9 @@ class Context:
     size: DEGREE = 1
     """Ranks that have each row of tokens together: a part of its tokens each, whole parameters, which ZeRO shards over
     them too."""
-    mode: Literal["gather", "ulysses"] = "gather"
+    mode: Literal["gather", "ulysses", "ring"] = "gather"
     """How attention sees whole rows. gather: keys and values come to every rank. ulysses: ranks exchange tokens for
-    heads."""
+    heads. ring: keys and values go from rank to rank, and none has them whole; layers with a window gather them."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,13 @@ float32, and in backward asks each part for its gradients under the log-sum-exp 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from cai_kernels.attention import reference
+from cai_kernels.attention.boundaries import check_starts, last_queries_mask, packed_starts
 from cai_kernels.attention.choice import Question, why_not_flash, why_not_ours
 from cai_kernels.attention.function import _check
 from cai_kernels.backend import Backend, capability, choose
@@ -24,6 +28,10 @@ def attention_with_lse(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    query_cu_seqlens: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out like q, log-sum-exp [B, N, Sq]): one part of an attention. Outside autograd: see `attention_backward`.
@@ -31,28 +39,30 @@ def attention_with_lse(
     Args:
         q: [B, N, Sq, H], float32, bfloat16, float16 or float64 (not on CUDA).
         k, v: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
-        causal: a query sees keys up to its own position; Sq = Sk.
+        causal: a query sees keys up to its own position; Sq = Sk, or there are documents.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
+        window, softcap: as in `attention`.
+        cu_seqlens, query_cu_seqlens: documents, as in `document_attention`; one may have queries and no keys.
         backend: "auto" (torch's cuDNN operator from Hopper on, its flash operator, or Triton, the first that takes
-            the arguments; torch's CPU operator), "triton" or "reference".
+            the arguments; torch's CPU operator), "triton" or "reference". Triton for windows, soft caps and documents.
 
-    The log-sum-exp is natural and float32 (float64 with float64 inputs). Raises `KernelError` naming the argument
-    that does not fit, and where autograd would have to record the call.
+    The log-sum-exp is natural and float32 (float64 with float64 inputs); of a query that sees no key out is zero and it
+    is -inf. Raises `KernelError` naming the argument that does not fit, and where autograd would have to record the
+    call.
     """
-    _check(q, k, v, Question(causal=causal))
+    shape = _shape(q, k, v, causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         raise KernelError(
             "attention_with_lse is not recorded by autograd",
             fix="call it in the forward of an autograd.Function with attention_backward, or use attention",
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    form = _form(q, k, v, backend)
+    form = _form(q, k, v, backend, plain=shape.plain)
+    scale = shape.scale
     if form == "reference":
-        return reference.attention(q, k, v, scale=scale, causal=causal)
+        options = {"scale": scale, "softcap": softcap}
+        return reference.attention(q, k, v, mask=_visible(shape, q, k), **options)
     if form == "triton":
-        from cai_kernels.attention import triton
-
-        return triton.attention(q, k, v, triton.Options(scale, causal))
+        return _in_triton(shape, q, k, v)
     if form == "cudnn":
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
         return out, lse.view(q.shape[:-1])
@@ -72,6 +82,10 @@ def attention_backward(
     *,
     causal: bool = False,
     scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    query_cu_seqlens: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v from one part of an attention.
@@ -82,45 +96,148 @@ def attention_backward(
     Args:
         dout, out: [B, N, Sq, H], in q's dtype: the gradient and the value of the (whole) attention.
         lse: [B, N, Sq], float32 (float64 with float64 inputs): the log-sum-exp of the (whole) attention.
-        q, k, v, causal, scale, backend: as in `attention_with_lse`.
+        q, k, v and the others: as in `attention_with_lse`.
 
     Returns gradients like q, k and v. Raises `KernelError` naming the argument that does not fit.
     """
-    _check(q, k, v, Question(causal=causal))
-    for name, tensor, shape in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
-        if tensor.shape != shape or tensor.device != q.device:
-            raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(shape))
-    scale, lse = q.shape[-1] ** -0.5 if scale is None else scale, lse.contiguous()
-    form = _form(q, k, v, backend)
+    shape = _shape(q, k, v, causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
+    for name, tensor, sizes in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
+        if tensor.shape != sizes or tensor.device != q.device:
+            raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(sizes))
+    scale, lse = shape.scale, lse.contiguous()
+    form = _form(q, k, v, backend, plain=shape.plain)
     if form == "reference":
-        return _reference_backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        return _reference_backward(shape, dout, q, k, v, out, lse)
     if form == "triton":
-        from cai_kernels.attention import triton
-
-        options, needed = triton.Options(scale, causal), triton.Needed(q=True, k=True, v=True)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        inputs = triton.Operands(q, k, v, bias=None, mask=None, gate=None, query_starts=None, key_starts=None)
-        dq, dk, dv, _, _ = triton.attention_backward(
-            dout, None, out, lse, *inputs, **options.arguments(), **needed.arguments()
-        )
-        return dq, dk, dv
-    sizes = (q.shape[2], k.shape[2], 0.0, causal)
+        return _in_triton_backward(shape, dout, q, k, v, out, lse)
+    lengths = (q.shape[2], k.shape[2], 0.0, causal)
     if form in ("cudnn", "flash"):
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
         offset = torch.zeros((), dtype=torch.uint64, device=q.device)
         if form == "flash":
             return aten._scaled_dot_product_flash_attention_backward(
-                dout, q, k, v, out, lse, None, None, *sizes, seed, offset, scale=scale
+                dout, q, k, v, out, lse, None, None, *lengths, seed, offset, scale=scale
             )
         seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, *sizes, scale=scale
+            dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, *lengths, scale=scale
         )
     wide = [_expand(t, q.shape[1]) for t in (k, v)]
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, *wide, out, lse, 0.0, causal, scale=scale
     )
     return dq, _gather(dk, k.shape[1]), _gather(dv, v.shape[1])
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a part's scores are, beside queries and keys; see `attention_with_lse`."""
+
+    causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+    key_starts: torch.Tensor | None
+    query_starts: torch.Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's operators take it."""
+        return self.window is None and self.softcap is None and self.key_starts is None
+
+    def options(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+        """Return the arguments of the Triton operators."""
+        from cai_kernels.attention import triton
+
+        lengths = (0, 0) if self.key_starts is None else (q.shape[2], k.shape[2])
+        return triton.Options(self.scale, self.causal, self.window or 0, self.softcap or 0.0, *lengths)
+
+
+def _shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    cu_seqlens: torch.Tensor | None,
+    query_cu_seqlens: torch.Tensor | None,
+) -> _Shape:
+    """Return checked arguments."""
+    if cu_seqlens is None:
+        _check(q, k, v, Question(causal=causal, window=window, softcap=softcap))
+        query_cu_seqlens = None
+    else:
+        _check(q, k, v, Question(softcap=softcap))
+        check_starts(q, k, cu_seqlens, query_cu_seqlens)
+        query_cu_seqlens = cu_seqlens if query_cu_seqlens is None else query_cu_seqlens
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _Shape(causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
+
+
+def _visible(shape: _Shape, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Return who sees whom, bool, broadcastable to [B, 1, Sq, Sk]; None: all do."""
+    lengths, options = (q.shape[2], k.shape[2]), {"causal": shape.causal, "window": shape.window}
+    if shape.key_starts is None or shape.query_starts is None:
+        return reference.visible(*lengths, **options, device=q.device)
+    return last_queries_mask(shape.query_starts, shape.key_starts, *lengths, **options)
+
+
+def _packed_operands(shape: _Shape, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return tensors [B, N, S, H] as the Triton operators take them, and their boundaries."""
+    if shape.key_starts is None or shape.query_starts is None:
+        return list(tensors), {"query_starts": None, "key_starts": None}
+    lengths = tensors[0].shape[2], tensors[1].shape[2]
+    starts = [
+        packed_starts(each, n)
+        for each, n in zip((shape.query_starts, shape.key_starts), lengths, strict=True)
+    ]
+    flat = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1) for tensor in tensors]
+    return flat, dict(zip(("query_starts", "key_starts"), starts, strict=True))
+
+
+def _of_rows(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return [N, B S, ...] as [B, N, S, ...], as `like` has it."""
+    return (
+        flat
+        if flat.dim() == like.dim()
+        else flat.unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+    )
+
+
+def _in_triton(
+    shape: _Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from cai_kernels.attention import triton
+
+    flat, starts = _packed_operands(shape, q, k, v)
+    out, lse = triton.attention(*flat, shape.options(q, k), **starts)
+    return _of_rows(out, q), _of_rows(lse, q[..., 0])
+
+
+def _in_triton_backward(
+    shape: _Shape,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from cai_kernels.attention import triton
+
+    (*flat, dout, out), starts = _packed_operands(shape, q, k, v, dout, out)
+    if lse.dim() == out.dim():  # rows of documents are one behind the other
+        lse = lse.transpose(0, 1).flatten(1).contiguous()
+    needed = triton.Needed(q=True, k=True, v=True)
+    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+    inputs = triton.Operands(*flat, bias=None, mask=None, gate=None, **starts)
+    gradients = triton.attention_backward(
+        dout, None, out, lse, *inputs, **shape.options(q, k).arguments(), **needed.arguments()
+    )[:3]
+    dq, dk, dv = (_of_rows(grad, like) for grad, like in zip(gradients, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def merge_attention(
@@ -183,15 +300,16 @@ def _merge_in_triton(
     return out.view(out_a.shape), lse.view(lse_a.shape)
 
 
-def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend) -> str:
+def _form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend, plain: bool = True) -> str:
     form = choose(backend, q.device)
     if form == "triton":
-        if backend == "auto" and v.shape == k.shape and q.numel() and k.numel() and why_not_flash(q) is None:
+        fits = plain and v.shape == k.shape and q.numel() and k.numel()
+        if backend == "auto" and fits and why_not_flash(q) is None:
             return "flash" if _why_not_cudnn(q, k) else "cudnn"
         if (reason := why_not_ours(q, v, Question())) is not None:
             raise KernelError("no attention here gives a log-sum-exp for these arguments", got=reason)
         return "triton"
-    takes = q.device.type == "cpu" and v.shape == k.shape and q.numel() and k.numel()
+    takes = plain and q.device.type == "cpu" and v.shape == k.shape and q.numel() and k.numel()
     return "cpu" if backend == "auto" and takes else "reference"
 
 
@@ -217,29 +335,32 @@ def _gather(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     """Sum over the query heads that share a key head."""
     if gradient.shape[1] == heads:
         return gradient
-    return gradient.unflatten(1, (heads, -1)).float().sum(2).to(gradient.dtype)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.unflatten(1, (heads, -1)).to(wide).sum(2).to(gradient.dtype)
 
 
 def _reference_backward(
+    shape: _Shape,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dtype, heads, key_heads = q.dtype, q.shape[1], k.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
+    visible_mask = _visible(shape, q, k)
     q, k, v = (_expand(t.to(wide), heads) for t in (q, k, v))
-    scores = q @ k.transpose(-1, -2) * scale
-    visible_mask = reference.visible(q.shape[2], k.shape[2], causal=causal, window=None, device=q.device)
+    scores = q @ k.transpose(-1, -2) * shape.scale
+    slope = 1.0
+    if shape.softcap is not None:
+        bent = torch.tanh(scores / shape.softcap)
+        scores, slope = shape.softcap * bent, 1 - bent.square()
     if visible_mask is not None:
         scores = scores.masked_fill(~visible_mask, -torch.inf)
     p = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
     dout = dout.to(wide)
-    ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * scale
+    ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * slope * shape.scale
     dk, dv = (_gather(g, key_heads).to(dtype) for g in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
     return (ds @ k).to(dtype), dk, dv

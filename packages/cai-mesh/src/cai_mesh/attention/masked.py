@@ -18,11 +18,17 @@ def masked_attention(
     group = query.shape[1] // key.shape[1]
     if call.softcap is None:
         return F.scaled_dot_product_attention(
-            query, key, value, _mask(query, key, call), call.dropout, scale=call.scale, enable_gqa=group > 1
+            query,
+            key,
+            value,
+            visible_mask(query, key, call),
+            call.dropout,
+            scale=call.scale,
+            enable_gqa=group > 1,
         )
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
     scores = call.softcap * torch.tanh(query @ key.transpose(-1, -2) * (call.scale / call.softcap))
-    mask = _mask(query, key, call)
+    mask = visible_mask(query, key, call)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
@@ -105,7 +111,7 @@ def prefix_mask(
     return visible[:, None]
 
 
-def _mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor | None:
+def visible_mask(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> torch.Tensor | None:
     """All that hides keys, as one mask; None: nothing does."""
     queries, keys = query.shape[-2], key.shape[-2]
     parts = []

@@ -111,7 +111,7 @@ def attend(
         prefixes=options.get("prefixes"),
     )
     rule: AttentionRule = getattr(module, RULE, masked_attention)
-    return rule(query, key, value, call).transpose(1, 2), None
+    return rule(query, key, value, call).transpose(1, 2).contiguous(), None  # models take a view of it
 
 
 def _has_window(layer: nn.Module) -> bool:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         gathered,
         start_broadcast,
         start_scatter_sum,
+        start_shift,
         start_sum,
         start_sum_at,
     )
@@ -105,6 +106,7 @@ __all__ = [
     "start_broadcast",
     "start_exchange",
     "start_scatter_sum",
+    "start_shift",
     "start_sum",
     "start_sum_at",
     "sub_axes",
@@ -158,6 +160,7 @@ __getattr__ = lazy(
             "gathered",
             "start_broadcast",
             "start_scatter_sum",
+            "start_shift",
             "start_sum",
             "start_sum_at",
         ),

@@ -60,9 +60,16 @@ def scatter_sum(x: torch.Tensor, dim: int, name: str) -> torch.Tensor:
     return wait(start_scatter_sum(x, dim, name))
 
 
+def start_swap_rows(
+    x: torch.Tensor, out_splits: list[int] | None, in_splits: list[int] | None, name: str
+) -> torch.Tensor:
+    """Rows (dim 0) to every rank and from every rank, to be waited for."""
+    ran_on(x.device)
+    return funcol.all_to_all_single(x.contiguous(), out_splits, in_splits, name)
+
+
 def swap_rows(
     x: torch.Tensor, out_splits: list[int] | None, in_splits: list[int] | None, name: str
 ) -> torch.Tensor:
     """Rows (dim 0) to every rank and from every rank."""
-    ran_on(x.device)
-    return wait(funcol.all_to_all_single(x.contiguous(), out_splits, in_splits, name))
+    return wait(start_swap_rows(x, out_splits, in_splits, name))

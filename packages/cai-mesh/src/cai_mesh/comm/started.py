@@ -95,6 +95,25 @@ def start_scatter_sum(x: torch.Tensor, dim: int, ranks: Members) -> Started:
     return Started(out, _scatter_sum(out, parts, group=ranks.group, async_op=True))
 
 
+def start_shift(x: torch.Tensor, ranks: Members, steps: int = 1) -> Started:
+    """Start to send `x` to the rank `steps` after this one around the ring, and to receive that of the one before.
+
+    Args:
+        x: a tensor of the same shape on all ranks, unchanged until the result has been waited for.
+        ranks: the ranks.
+        steps: may be negative. Only these neighbours exchange anything.
+    """
+    rows = x.shape[0]
+    to, source = (ranks.rank + steps) % ranks.size, (ranks.rank - steps) % ranks.size
+    sent = [rows if peer == to else 0 for peer in range(ranks.size)]
+    received = [rows if peer == source else 0 for peer in range(ranks.size)]
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode(include_infra_modes=False):
+        return Started(_functional.start_swap_rows(x, received, sent, ranks.name), None)
+    ran_on(x.device)
+    out, x = torch.empty_like(x, memory_format=torch.contiguous_format), x.contiguous()
+    return Started(out, dist.all_to_all_single(out, x, received, sent, group=ranks.group, async_op=True))
+
+
 def gathered(x: torch.Tensor, dim: int, ranks: Members) -> torch.Tensor:
     """The parts `x` of all ranks, of equal size, put together along `dim`."""
     return _functional.gather(x, dim, ranks.name)

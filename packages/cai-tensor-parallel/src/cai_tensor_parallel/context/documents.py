@@ -72,8 +72,8 @@ class DocumentCut:
         """Return the tokens of whole rows, [..., S, ...], rank after rank: what `in_order` undoes."""
         return _taken(rows, self._places, self._arrivals, dim, self._batch)
 
-    def query_starts(self, number: int) -> torch.Tensor:
-        """Return where the documents of one piece's queries begin, int32 [B, D + 1]."""
+    def piece_starts(self, number: int) -> torch.Tensor:
+        """Return where the documents begin within one piece, int32 [B, D + 1]."""
         return self._piece_starts[:, number].int()
 
     def key_starts(self, number: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from cai_mesh.attention import masked_attention, route_attention
+from cai_mesh.attention import MaskedParts, masked_attention, route_attention
 from cai_mesh.comm import AnyMesh, ParallelMesh
 from cai_mesh.errors import PlanError
-from cai_mesh.protocols import AttentionRule
+from cai_mesh.protocols import AttentionParts, AttentionRule
 from cai_mesh.trial import Trial
 from cai_tensor_parallel.context.cutting import Cut
 from cai_tensor_parallel.context.rules import RULES, RowRanks, check_heads
@@ -24,6 +24,7 @@ def parallelize_context(
     *,
     mode: str = "gather",
     attention: AttentionRule = masked_attention,
+    parts: AttentionParts | None = None,
     trial: Trial | None = None,
 ) -> nn.Module:
     """Let a model of transformers be given parts of rows, of which the ranks of `cp` have all together.
@@ -38,9 +39,11 @@ def parallelize_context(
 
     Args:
         mesh: a mesh with a `cp` axis.
-        mode: "gather", keys and values come to every rank (LLaMA 3, arXiv:2407.21783); or "ulysses", ranks exchange
-            tokens for heads (arXiv:2309.14509), where heads divide.
+        mode: "gather", keys and values come to every rank (LLaMA 3, arXiv:2407.21783); "ulysses", ranks exchange
+            tokens for heads (arXiv:2309.14509), where heads divide; or "ring", keys and values go from rank to rank
+            (arXiv:2310.01889).
         attention: the attention of one rank, to which the last query stands at the last key; see `AttentionRule`.
+        parts: the attention of one rank to some keys at a time, for "ring".
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model; as it was where `cp` has one rank. Raises `PlanError` for another mode, heads that do not divide,
@@ -63,7 +66,8 @@ def parallelize_context(
             expected="a model of transformers, or one with a `trial`",
         )
     on_first_rank(group, lambda: verify_context(small) or {})
-    ranks = RowRanks(group, Cut(mesh.degree("cp"), mesh.index("cp")), attention)
+    row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
+    ranks = RowRanks(group, row_cut, attention, MaskedParts() if parts is None else parts)
     route_attention(model, partial(RULES[mode], ranks))
     model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     return model

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from cai_mesh.attention import masked_attention
-from cai_mesh.comm import all_gather, swap_shards
+from cai_mesh.attention import MaskedParts, masked_attention
+from cai_mesh.comm import Members, all_gather, swap_shards
 from cai_mesh.errors import PlanError
-from cai_mesh.protocols import AttentionCall, AttentionRule
+from cai_mesh.protocols import AttentionCall, AttentionParts, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
 from cai_tensor_parallel.context.documents import cut_of
 from cai_tensor_parallel.context.pieces import attend_pieces, check_call
+from cai_tensor_parallel.context.ring import Ring, RingAttention
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class RowRanks:
         group: the ranks.
         row_cut: the cut of rows over them.
         rule: the attention of one rank.
+        parts: the same, to some keys at a time.
     """
 
     group: dist.ProcessGroup
     row_cut: Cut
     rule: AttentionRule = masked_attention
+    parts: AttentionParts = field(default_factory=MaskedParts)
 
 
 def gather_keys(
@@ -70,7 +73,31 @@ def exchange_heads(
     return swap_shards(output, 1, 2, group)
 
 
-RULES = {"gather": gather_keys, "ulysses": exchange_heads}
+def pass_keys(
+    ranks: RowRanks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+) -> torch.Tensor:
+    """Attend with a rank's own queries to keys and values that go from rank to rank (`ring`). Collective.
+
+    Layers with a window gather keys: what their queries see is not passed around the ring. With its first argument
+    given, an `AttentionRule`. Raises `PlanError` for dropout, which no rank could repeat.
+    """
+    _check_lengths(query, key)
+    check_call(call)
+    if call.window is not None:
+        return gather_keys(ranks, query, key, value, call)
+    if call.dropout:
+        raise PlanError(
+            'mode "ring" has no dropout of attention',
+            got=f"a probability of {call.dropout}",
+            fix='choose mode "gather", or a config whose attention_dropout is 0',
+        )
+    ring = Ring(Members.of(ranks.group), ranks.parts, call)
+    output = RingAttention.apply(query, key, value, ring)
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+RULES = {"gather": gather_keys, "ulysses": exchange_heads, "ring": pass_keys}
 """Rules by the name of their mode."""
 
 

@@ -1,8 +1,9 @@
 """Shows on a small model of the same kind that nothing but attention looks along a row.
 
-The model is run on whole rows, and its keys and values are kept. Then it is run on the tokens of each of two ranks, and
-each layer is given the keys and values that the other rank would have. A convolution, a state that runs over the row,
-or positions that the model counts itself give other logits.
+The model is run on whole rows as transformers has it; then with the attention of ranks and positions from 0 on, and its
+keys and values are kept; then on the tokens of each of two ranks, each layer being given the keys and values that the
+other rank would have. A convolution, a state that runs over the row, attention in chunks or positions of another
+beginning (RoBERTa) give other logits.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def verify_context(trial: Trial | SmallModel) -> None:
         raise PlanError(
             "rows of this model cannot be cut over ranks",
             got=f"a small model of its kind, whose logits differ by {moved:.1e} from those of whole rows",
-            cause="a part of it besides attention looks along a row: a state, a convolution, positions that it counts",
+            cause="a part of it besides attention looks along a row, or its attention is another: a state, a "
+            "convolution, chunks, positions that it counts",
             fix="give it whole rows",
         )
 
@@ -79,9 +81,9 @@ def _moved(trial: Trial | SmallModel) -> float:
         memory: list[tuple[Tensor, Tensor]] = []
         model = trial.build().double().eval()
         ids = _rows(trial.inputs()["input_ids"])
+        logits = _called(model, ids, None)  # with its own attention and the positions that it counts
         places = torch.arange(LENGTH).expand_as(ids)
-        logits = _logits(model, None, memory, ids, places)
-        differences = []
+        differences = [(_logits(model, None, memory, ids, places) - logits).abs().max()]
         for index in range(RANKS):
             row_cut = Cut(RANKS, index)
             part = _logits(model, row_cut, memory, row_cut.own(ids, 1), row_cut.own(places, 1))
@@ -98,7 +100,13 @@ def _logits(
     model: nn.Module, row_cut: Cut | None, memory: list[tuple[Tensor, Tensor]], ids: Tensor, places: Tensor
 ) -> Tensor:
     route_attention(model, _Kept(row_cut, memory))
-    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": places, "use_cache": False}
+    return _called(model, ids, places)
+
+
+def _called(model: nn.Module, ids: Tensor, places: Tensor | None) -> Tensor:
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if places is not None:
+        inputs["position_ids"] = places
     output = model(**arguments_of(model, inputs))
     if isinstance(output, Sequence):
         return output[0]
