@@ -156,6 +156,10 @@ DOCUMENTED = {
         **HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,
         "bos_token_id": 0, "eos_token_id": 0,
     },
+    "gpt_oss": {
+        **HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "head_dim": 8,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
+    },
     "olmoe": {**HIDDEN, "num_attention_heads": 4, "intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 """Types that are trained on rows of documents beside llama and GPT-2, two of them with windows."""

@@ -15,6 +15,7 @@ from cai_kernels import (
     attention_with_lse,
     document_attention,
     merge_attention,
+    sink_attention,
 )
 from cai_kernels.attention import reference
 from cai_kernels.testing import results
@@ -153,6 +154,53 @@ def test_parts_of_documents_make_the_whole(backend, softcap):
     for number, wanted in ((1, expected[2]), (2, expected[3])):
         for places, each in zip(keys, gradients, strict=True):
             torch.testing.assert_close(each[number], wanted[:, :, places], rtol=1e-4, atol=2e-5)
+
+
+def with_a_sink(sinks, bounds, **form):
+    """Each document alone, its keys behind one of the sink's score and no value."""
+    scale, softcap = form["scale"], form.get("softcap")
+
+    def run(q, k, v, sinks=sinks):
+        rows = []
+        for row, places in enumerate(bounds):
+            parts = []
+            for a, b in itertools.pairwise(places):
+                key, value = (t[row, :, a:b].repeat_interleave(2, 0) for t in (k, v))
+                scores = q[row, :, a:b] @ key.transpose(1, 2) * scale
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                window = form.get("window")
+                seen = reference.visible(b - a, b - a, causal=True, window=window, device=q.device)
+                scores = scores.masked_fill(~seen, -torch.inf)
+                sink = sinks[:, None, None].expand(-1, b - a, 1)
+                parts.append(torch.cat([scores, sink], 2).softmax(-1)[:, :, :-1] @ value)
+            rows.append(torch.cat(parts, 1))
+        return torch.stack(rows)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
+@pytest.mark.parametrize("form", [{}, {"window": 6}, {"softcap": 2.0}], ids=str)
+def test_sinks_take_their_part_of_each_softmax(form, backend):
+    q, k, v, dout = tensors()
+    sinks = torch.tensor([0.5, -1.0, 3.0, 8.0], device=DEVICE)
+    starts = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
+    form = {"scale": 0.25} | form
+    ours = results(
+        lambda q, k, v, sinks: sink_attention(q, k, v, sinks, cu_seqlens=starts, backend=backend, **form),
+        [q, k, v, sinks],
+        [dout],
+    )
+    theirs = results(
+        lambda q, k, v, sinks: with_a_sink(sinks, BOUNDS, **form)(q, k, v), [q, k, v, sinks], [dout]
+    )
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+    one = [(0, 37)] * 3
+    whole = sink_attention(q, k, v, sinks, backend=backend, **form)
+    torch.testing.assert_close(whole, with_a_sink(sinks, one, **form)(q, k, v), rtol=1e-4, atol=2e-5)
+    with pytest.raises(KernelError, match="one sink a head"):
+        sink_attention(q, k, v, sinks[:3])
 
 
 def test_float64_and_dropout_take_the_mask():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cai_mesh.attention import NAME, attention_layers, masked_attention, route_attention
+from cai_mesh.attention import NAME, MaskedParts, attention_layers, masked_attention, route_attention
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionCall, AttentionRule
 
@@ -103,12 +104,50 @@ def test_a_model_without_the_registry_is_refused():
         route_attention(nn.Linear(2, 2), masked_attention)
 
 
-def test_sinks_are_refused():
-    config = transformers.AutoConfig.for_model("gpt_oss", **{**SIZES, "num_local_experts": 2})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    route_attention(model, masked_attention)
-    with pytest.raises(PlanError, match="s_aux"):
-        model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+def test_sinks_are_those_of_transformers():
+    sizes = {**SIZES, "num_local_experts": 4, "sliding_window": 3}
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
+    config._experts_implementation = "eager"
+    plain = transformers.AutoModelForCausalLM.from_config(config).double()
+    for layer in plain.model.layers:
+        nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    routed = copy.deepcopy(plain)
+    route_attention(routed, masked_attention)
+    ids = torch.randint(1, 64, (2, 9))
+    logits, expected = routed(input_ids=ids).logits, plain(input_ids=ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    for each in (logits, expected):
+        each.square().sum().backward()
+    for (name, got), (_, want) in zip(routed.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_are_merged_to_the_whole(causal, softcap):
+    """Keys of three calls, the last of them causal; values and gradients of all scores at once."""
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 4, 8, dtype=torch.float64, generator=random, requires_grad=True)
+    key, value = (
+        torch.randn(2, 2, 12, 8, dtype=torch.float64, generator=random, requires_grad=True) for _ in range(2)
+    )
+    call = AttentionCall(0.3, causal=causal, softcap=softcap)
+    whole = masked_attention(query, key, value, call)
+    dout = torch.randn(whole.shape, dtype=torch.float64, generator=random)
+    wanted = torch.autograd.grad(whole, (query, key, value), dout)
+    parts, found, gradients = MaskedParts(), None, []
+    pieces = [(slice(first, first + 4), replace(call, causal=causal and first == 8)) for first in (0, 4, 8)]
+    tensors = [(key[:, :, piece].detach(), value[:, :, piece].detach()) for piece, _ in pieces]
+    for (_, part_call), part in zip(pieces, tensors, strict=True):
+        share = parts.forward(query.detach(), *part, part_call)
+        found = share if found is None else parts.merge(found, share)
+    assert found is not None
+    torch.testing.assert_close(found[0], whole)
+    for (_, part_call), part in zip(pieces, tensors, strict=True):
+        gradients.append(parts.backward(dout, query.detach(), *part, *(t.detach() for t in found), part_call))
+    torch.testing.assert_close(sum(each[0] for each in gradients), wanted[0])
+    for number in (1, 2):
+        torch.testing.assert_close(torch.cat([each[number] for each in gradients], 2), wanted[number])
 
 
 @pytest.mark.parametrize("window", [None, 3])

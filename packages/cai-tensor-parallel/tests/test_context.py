@@ -38,6 +38,7 @@ KINDS = {
     "gemma3_text": SMALL | HEAD | {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_oss": SMALL | HEAD | {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Types of transformers, and sizes of a small model: windows, a soft cap, layers of two kinds, learned positions."""
@@ -53,7 +54,11 @@ def model_of(kind: str):
     config = AutoConfig.for_model(kind.partition(",")[0], **KINDS[kind], attn_implementation="eager")
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).double()
+    model = AutoModelForCausalLM.from_config(config).double()
+    for name, param in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(param)
+    return model
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:

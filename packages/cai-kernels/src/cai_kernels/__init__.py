@@ -11,6 +11,7 @@ from cai_kernels.attention import (
     explain_attention,
     last_queries_attention,
     merge_attention,
+    sink_attention,
     varlen_attention,
     why_not_packed,
 )
@@ -146,6 +147,7 @@ __all__ = [
     "sequence_log_probs",
     "sigmoid_gate",
     "simpo_loss",
+    "sink_attention",
     "softmax",
     "swap",
     "swiglu",

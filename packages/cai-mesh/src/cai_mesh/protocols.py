@@ -124,6 +124,7 @@ class AttentionCall:
         prefixes: [B, D] int32: the document that each document of `cu_seqlens` goes on from, or its own number. It sees
             that one too, as though the two were one sequence; what a document goes on from goes on from none. Sq = Sk.
             None: each begins anew.
+        sinks: [N]: of each head a score without a value, which takes its part of every softmax; None: there are none.
     """
 
     scale: float
@@ -135,6 +136,7 @@ class AttentionCall:
     query_cu_seqlens: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     prefixes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @runtime_checkable
@@ -160,7 +162,7 @@ class AttentionParts(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, N, Sq, H], [B, Nkv, Sk, H] twice -> (out [B, N, Sq, H], log-sum-exp [B, N, Sq], float32 or wider).
 
-        The call has neither mask, prefixes nor dropout, and is not recorded by autograd. Of a query that sees none of
+        The call has neither mask, prefixes, dropout nor sinks, and is not recorded by autograd. Of a query that sees none of
         these keys out is zero and the other -inf.
         """
         ...

@@ -21,6 +21,7 @@ from cai_kernels import (
     document_attention,
     last_queries_attention,
     merge_attention,
+    sink_attention,
 )
 from cai_mesh.attention import masked_attention, prefix_mask, route_attention
 from cai_mesh.errors import CaiError, ConfigError
@@ -40,27 +41,37 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
 
     Documents that go on from others attend under a mask [B, 1, S, S]: no packed form has keys of two places.
     """
-    options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
-    options |= {"softcap": call.softcap, "dropout": call.dropout}
-    if call.mask is not None:
+    alone = call.dropout or call.prefixes is not None  # what sinks have no kernel with
+    if call.mask is not None or (call.sinks is not None and alone):
         return masked_attention(query, key, value, call)
-    starts, query_starts = call.cu_seqlens, call.query_cu_seqlens
-    earlier = key.shape[-2] - query.shape[-2]
-    if starts is None and not earlier:
-        return attention(query, key, value, **options)
-    plain = call.window is None and call.softcap is None and not call.dropout
-    if starts is None and call.causal and plain:
-        return last_queries_attention(query, key, value, scale=call.scale)
+    options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
+    options |= {"softcap": call.softcap}
+    starts, query_starts = _boundaries(query, key, call)
+    if call.sinks is not None:
+        boundaries = {"cu_seqlens": starts, "query_cu_seqlens": query_starts}
+        return sink_attention(query, key, value, call.sinks, **options, **boundaries)
+    options["dropout"] = call.dropout
     if starts is None:
-        ends = torch.arange(0, 2 * key.shape[-2], key.shape[-2], dtype=torch.int32, device=key.device)
-        starts = ends.repeat(len(key), 1)
-    if earlier and query_starts is None:  # the last queries of a row
-        query_starts = (starts - earlier).clamp_min(0)
+        return attention(query, key, value, **options)
     if call.prefixes is not None:
         length, window = query.shape[-2], call.window
         mask = prefix_mask(starts, call.prefixes, length, causal=call.causal, window=window)
         return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
+    plain = call.window is None and call.softcap is None and not call.dropout
+    if call.cu_seqlens is None and call.causal and plain:
+        return last_queries_attention(query, key, value, scale=call.scale)
     return document_attention(query, key, value, starts, query_cu_seqlens=query_starts, **options)
+
+
+def _boundaries(query: Tensor, key: Tensor, call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """Return where documents begin, of keys and, where they are fewer, of queries; None: each row is one document."""
+    starts, query_starts, earlier = call.cu_seqlens, call.query_cu_seqlens, key.shape[-2] - query.shape[-2]
+    if starts is None and earlier:
+        ends = torch.arange(0, 2 * key.shape[-2], key.shape[-2], dtype=torch.int32, device=key.device)
+        starts = ends.repeat(len(key), 1)
+    if starts is not None and earlier and query_starts is None:  # the last queries of a row
+        query_starts = (starts - earlier).clamp_min(0)
+    return starts, query_starts
 
 
 class KernelParts:

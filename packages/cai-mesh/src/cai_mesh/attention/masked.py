@@ -13,10 +13,10 @@ def masked_attention(
 ) -> torch.Tensor:
     """`softmax(scale * query @ key.T + mask) @ value`, an `AttentionRule`: [B, N, Sq, H] from its queries.
 
-    Memory is B Sq Sk for the mask, and N times that with a soft cap.
+    Memory is B Sq Sk for the mask, and N times that with a soft cap or sinks.
     """
     group = query.shape[1] // key.shape[1]
-    if call.softcap is None:
+    if call.softcap is None and call.sinks is None:
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -27,12 +27,17 @@ def masked_attention(
             enable_gqa=group > 1,
         )
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
-    scores = call.softcap * torch.tanh(query @ key.transpose(-1, -2) * (call.scale / call.softcap))
+    scores = query @ key.transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     mask = visible_mask(query, key, call)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
-    return F.dropout(weights, call.dropout) @ value
+    return F.dropout(weights[..., : key.shape[-2]], call.dropout) @ value
 
 
 def document_mask(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:

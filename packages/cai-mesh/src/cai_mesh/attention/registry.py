@@ -24,8 +24,8 @@ TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The name of transformers' registry, which the forward of a layer that uses it names."""
 RULE = "attention_rule"
 """The attribute of a layer that has its rule."""
-UNUSED = ("s_aux",)
-"""Arguments that change what attention is and that no rule takes: the sinks of gpt-oss."""
+SINKS = "s_aux"
+"""What transformers calls sinks, those of gpt-oss and others."""
 
 
 def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | None = None) -> list[str]:
@@ -91,14 +91,8 @@ def attend(
         attention_mask: as in `AttentionCall`.
         options: those that transformers gives every such function, `cu_seqlens` and `prefixes`.
 
-    Returns [B, Sq, N, H], and no weights. Raises PlanError for arguments that no rule takes.
+    Returns [B, Sq, N, H], and no weights.
     """
-    for name in UNUSED:
-        if options.get(name) is not None:
-            raise PlanError(
-                f"the attention of {type(module).__name__} takes {name}, which no rule has",
-                fix="train it without documents, or another model",
-            )
     scaling, causal = options.get("scaling"), options.get("is_causal")
     call = AttentionCall(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -109,6 +103,7 @@ def attend(
         cu_seqlens=options.get("cu_seqlens"),
         mask=attention_mask,
         prefixes=options.get("prefixes"),
+        sinks=options.get(SINKS),
     )
     rule: AttentionRule = getattr(module, RULE, masked_attention)
     return rule(query, key, value, call).transpose(1, 2).contiguous(), None  # models take a view of it

@@ -116,10 +116,20 @@ def _of(tensor: torch.Tensor, halves: Halves) -> torch.Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-    """`apply(query, key, value, ring)`: [B, N, T, H] and [B, Nkv, T, H] of this rank -> [B, N, T, H]. Collective."""
+    """`apply(query, key, value, sinks, ring)`: [B, N, T, H] and [B, Nkv, T, H] of a rank -> [B, N, T, H]. Collective.
+
+    Sinks [N] are one more part of the softmax, of no value, merged when all keys have been seen; None: none.
+    """
 
     @staticmethod
-    def forward(ctx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring) -> torch.Tensor:
+    def forward(
+        ctx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        ring: Ring,
+    ) -> torch.Tensor:
         calls, parts = _Calls(ring, query.shape[2]), ring.parts
         found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
         here = torch.stack((key, value))
@@ -136,14 +146,17 @@ class RingAttention(torch.autograd.Function):
             if coming is not None:
                 here = coming.wait()
         out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, found), strict=True))
+        if sinks is not None:
+            nothing = torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse).contiguous()
+            out, lse = parts.merge((out, lse), nothing)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.ring = ring
         return out
 
     @staticmethod
     def backward(ctx, dout: torch.Tensor):
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         calls, parts, wide = _Calls(ring, query.shape[2]), ring.parts, lse.dtype
         here = torch.stack((key, value))
@@ -174,4 +187,13 @@ class RingAttention(torch.autograd.Function):
                 here = coming.wait()
         assert leaving is not None
         dkey, dvalue = leaving.wait()
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None
+        dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
+        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks, None
+
+
+def _sinks_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of sinks, [N]: each takes its share of the softmax and gives nothing for it."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(share * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)

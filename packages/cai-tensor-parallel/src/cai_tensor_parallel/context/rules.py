@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
 from cai_mesh.attention import MaskedParts, masked_attention
-from cai_mesh.comm import Members, all_gather, swap_shards
+from cai_mesh.comm import Members, all_gather, scatter_to, swap_shards
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionCall, AttentionParts, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
@@ -69,6 +69,8 @@ def exchange_heads(
     query, key, value = (
         documents.in_order(swap_shards(rows, 2, 1, group), 2) for rows in (query, key, value)
     )
+    if call.sinks is not None:
+        call = replace(call, sinks=scatter_to(call.sinks, 0, group))
     output = documents.by_rank(ranks.rule(query, key, value, call), 2)
     return swap_shards(output, 1, 2, group)
 
@@ -91,8 +93,8 @@ def pass_keys(
             got=f"a probability of {call.dropout}",
             fix='choose mode "gather", or a config whose attention_dropout is 0',
         )
-    ring = Ring(Members.of(ranks.group), ranks.parts, call)
-    output = RingAttention.apply(query, key, value, ring)
+    ring = Ring(Members.of(ranks.group), ranks.parts, replace(call, sinks=None))
+    output = RingAttention.apply(query, key, value, call.sinks, ring)
     assert isinstance(output, torch.Tensor)
     return output
 

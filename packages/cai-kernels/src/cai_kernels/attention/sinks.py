@@ -1,0 +1,94 @@
+"""Attention with sinks: of each head a score without a value, which takes its part of every softmax.
+
+As in gpt-oss and StreamingLLM's learned form (Xiao et al., arXiv:2309.17453): out = sum_j exp(s_j - L) v_j with
+L = log(exp(sink) + sum_j exp(s_j)). It is attention to a part of the keys, the sink being the other part: what is found
+with the keys alone is scaled, and backward asks for gradients under L.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cai_kernels.attention.partial import attention_backward, attention_with_lse
+from cai_kernels.backend import Backend
+from cai_kernels.errors import KernelError
+
+
+def sink_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    query_cu_seqlens: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Attention whose softmax has one more score, of no value, at every query.
+
+    Args:
+        q: [B, N, Sq, H], in dtypes of `attention_with_lse`.
+        k, v: [B, Nkv, Sk, H].
+        sinks: [N], any floating dtype: the score of each head.
+        causal, scale, window, softcap, cu_seqlens, query_cu_seqlens, backend: as in `attention_with_lse`.
+
+    Returns [B, N, Sq, H] in q's dtype. Differentiable in q, k, v and sinks. Raises `KernelError` naming what does not
+    fit.
+    """
+    if sinks.shape != q.shape[1:2]:
+        raise KernelError("one sink a head", got=tuple(sinks.shape), expected=f"({q.shape[1]},)")
+    options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "backend": backend}
+    options |= {"cu_seqlens": cu_seqlens, "query_cu_seqlens": query_cu_seqlens}
+    out = _SinkAttention.apply(q, k, v, sinks, options)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what attention to the keys alone finds, and its log-sum-exp, with sinks.
+
+    Args:
+        out: [B, N, Sq, H].
+        lse: [B, N, Sq].
+        sinks: [N].
+    """
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    return (out * (lse - whole).exp()[..., None]).to(out.dtype), whole
+
+
+def sinks_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of sinks, [N], from that of the attention with them.
+
+    Args:
+        dout, out: [B, N, Sq, H]: the gradient of the attention with sinks, and its value.
+        lse: [B, N, Sq]: its log-sum-exp.
+        sinks: [N].
+    """
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    found = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * found).sum((0, 2)).to(sinks.dtype)
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, options: dict[str, Any]):
+        out, lse = with_sinks(*attention_with_lse(q, k, v, **options), sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        gradients = attention_backward(dout, q, k, v, out, lse, **ctx.options)
+        return *gradients, sinks_gradient(dout, out, lse, sinks), None
