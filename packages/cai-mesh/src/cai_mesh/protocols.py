@@ -162,8 +162,8 @@ class AttentionParts(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, N, Sq, H], [B, Nkv, Sk, H] twice -> (out [B, N, Sq, H], log-sum-exp [B, N, Sq], float32 or wider).
 
-        The call has neither mask, prefixes, dropout nor sinks, and is not recorded by autograd. Of a query that sees none of
-        these keys out is zero and the other -inf.
+        The call has neither mask, prefixes, dropout nor sinks, and is not recorded by autograd. Of a query that sees
+        none of these keys out is zero and the other -inf.
         """
         ...
 

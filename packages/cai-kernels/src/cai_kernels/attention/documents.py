@@ -29,7 +29,8 @@ def document_attention(
 
     Args:
         query: [B, N, Sq, H], float32, bfloat16, float16 or float64, any strides.
-        key, value: [B, Nkv, S, H], with N a multiple of Nkv, in q's dtype.
+        key: [B, Nkv, S, H], with N a multiple of Nkv, in q's dtype.
+        value: [B, Nkv, S, Hv]; Hv may be less than H.
         cu_seqlens: [B, D + 1] int32: document d of row b is at cu_seqlens[b, d]..cu_seqlens[b, d + 1]. A row begins
             with 0 and ends with S; one of fewer documents repeats S, whose documents are empty.
         query_cu_seqlens: [B, D + 1] int32: the same of queries, whose rows end with Sq; those of a document are at its
@@ -38,12 +39,24 @@ def document_attention(
         backend: "auto" (`varlen_attention` on CUDA, for what it takes; else `attention` with a mask [B, 1, Sq, S]),
             "triton" or "reference".
 
-    Returns [B, N, Sq, H] in q's dtype. Differentiable in query, key and value. No boundary is read on the host. Raises
+    Returns [B, N, Sq, Hv] in q's dtype. Differentiable in query, key and value. No boundary is read on the host. Raises
     `KernelError` naming the argument that does not fit.
     """
     check_starts(query, key, cu_seqlens, query_cu_seqlens)
+    missing = query.shape[-1] - value.shape[-1]
+    if missing > 0 and choose(backend, query.device) != "reference":  # packed forms take equal ones
+        options: dict = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "dropout": dropout,
+        }
+        options |= {"query_cu_seqlens": query_cu_seqlens, "backend": backend}
+        wide = torch.nn.functional.pad(value, (0, missing))
+        return document_attention(query, key, wide, cu_seqlens, **options)[..., : value.shape[-1]]
     if _is_masked(query, value, Question(None, causal, window, softcap, dropout), backend):
-        options: dict = {"scale": scale, "softcap": softcap, "dropout": dropout}
+        options = {"scale": scale, "softcap": softcap, "dropout": dropout}
         options["backend"] = "reference" if backend == "reference" else "auto"
         if query_cu_seqlens is None:
             mask = document_mask(cu_seqlens, query.shape[2])

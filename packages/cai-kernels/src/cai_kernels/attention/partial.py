@@ -34,11 +34,14 @@ def attention_with_lse(
     query_cu_seqlens: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out like q, log-sum-exp [B, N, Sq]): one part of an attention. Outside autograd: see `attention_backward`.
+    """(out [B, N, Sq, Hv], log-sum-exp [B, N, Sq]): one part of an attention, outside autograd.
+
+    `attention_backward` differentiates it.
 
     Args:
         q: [B, N, Sq, H], float32, bfloat16, float16 or float64 (not on CUDA).
-        k, v: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
+        k: [B, Nkv, Sk, H], with N a multiple of Nkv, in q's dtype.
+        v: [B, Nkv, Sk, Hv], where Hv is H or less, which is filled up with zeros.
         causal: a query sees keys up to its own position; Sq = Sk, or there are documents.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
         window, softcap: as in `attention`.
@@ -56,6 +59,25 @@ def attention_with_lse(
             "attention_with_lse is not recorded by autograd",
             fix="call it in the forward of an autograd.Function with attention_backward, or use attention",
         )
+    width, v = v.shape[-1], _filled(v, q)
+    out, lse = _part(shape, q, k, v, backend)
+    return out[..., :width], lse
+
+
+def _filled(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return values, or what is made of them, with zeros behind up to the features of queries."""
+    missing = q.shape[-1] - tensor.shape[-1]
+    if missing < 0:
+        raise KernelError(
+            "values have more features than queries", got=tensor.shape[-1], expected=f"up to {q.shape[-1]}"
+        )
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _part(
+    shape: _Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend
+) -> tuple[torch.Tensor, torch.Tensor]:
+    causal, softcap = shape.causal, shape.softcap
     form = _form(q, k, v, backend, plain=shape.plain)
     scale = shape.scale
     if form == "reference":
@@ -94,17 +116,34 @@ def attention_backward(
     that of q is the part's share: the shares of all parts add up.
 
     Args:
-        dout, out: [B, N, Sq, H], in q's dtype: the gradient and the value of the (whole) attention.
+        dout, out: [B, N, Sq, Hv], in q's dtype: the gradient and the value of the (whole) attention.
         lse: [B, N, Sq], float32 (float64 with float64 inputs): the log-sum-exp of the (whole) attention.
         q, k, v and the others: as in `attention_with_lse`.
 
     Returns gradients like q, k and v. Raises `KernelError` naming the argument that does not fit.
     """
     shape = _shape(q, k, v, causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
-    for name, tensor, sizes in (("dout", dout, q.shape), ("out", out, q.shape), ("lse", lse, q.shape[:-1])):
+    wanted = (*q.shape[:-1], v.shape[-1])
+    for name, tensor, sizes in (("dout", dout, wanted), ("out", out, wanted), ("lse", lse, q.shape[:-1])):
         if tensor.shape != sizes or tensor.device != q.device:
             raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(sizes))
-    scale, lse = shape.scale, lse.contiguous()
+    width, filled = v.shape[-1], (_filled(each, q) for each in (dout, v, out))
+    dout, v, out = filled
+    dq, dk, dv = _part_backward(shape, dout, q, k, v, out, lse.contiguous(), backend)
+    return dq, dk, dv[..., :width]
+
+
+def _part_backward(
+    shape: _Shape,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scale, causal = shape.scale, shape.causal
     form = _form(q, k, v, backend, plain=shape.plain)
     if form == "reference":
         return _reference_backward(shape, dout, q, k, v, out, lse)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cai_mesh.attention import MaskedParts, masked_attention
-from cai_mesh.comm import Members, all_gather, scatter_to, swap_shards
+from cai_mesh.comm import Members, all_gather, swap_shards
 from cai_mesh.errors import PlanError
 from cai_mesh.protocols import AttentionCall, AttentionParts, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
@@ -70,7 +70,7 @@ def exchange_heads(
         documents.in_order(swap_shards(rows, 2, 1, group), 2) for rows in (query, key, value)
     )
     if call.sinks is not None:
-        call = replace(call, sinks=scatter_to(call.sinks, 0, group))
+        call = replace(call, sinks=call.sinks.chunk(size)[ranks.row_cut.index])
     output = documents.by_rank(ranks.rule(query, key, value, call), 2)
     return swap_shards(output, 1, 2, group)
 
@@ -93,6 +93,10 @@ def pass_keys(
             got=f"a probability of {call.dropout}",
             fix='choose mode "gather", or a config whose attention_dropout is 0',
         )
+    missing = key.shape[-1] - value.shape[-1]
+    if missing:  # both travel as one
+        wide = torch.nn.functional.pad(value, (0, missing))
+        return pass_keys(ranks, query, key, wide, call)[..., : value.shape[-1]]
     ring = Ring(Members.of(ranks.group), ranks.parts, replace(call, sinks=None))
     output = RingAttention.apply(query, key, value, call.sinks, ring)
     assert isinstance(output, torch.Tensor)
