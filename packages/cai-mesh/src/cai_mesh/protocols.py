@@ -155,7 +155,10 @@ class AttentionRule(Protocol):
 
 @runtime_checkable
 class AttentionParts(Protocol):
-    """Attention to some keys at a time, whose results are merged: what ranks need that pass keys on."""
+    """Attention to some keys at a time, whose results are merged: what ranks need that pass keys on.
+
+    A class of a module's own, made without arguments.
+    """
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

@@ -166,7 +166,7 @@ def rewrite(
     )
     context = config.parallel.context
     if context.size > 1:
-        kernels: dict[str, Any] = {"attention": document_rule, "parts": KernelParts()}
+        kernels: dict[str, Any] = {"attention": document_rule, "parts": KernelParts}
         parallelize_context(model, mesh, mode=context.mode, trial=workload.trial, **kernels)
     share_in_graphs(model)
     loss = workload.loss(model, mesh)

@@ -24,7 +24,7 @@ def parallelize_context(
     *,
     mode: str = "gather",
     attention: AttentionRule = masked_attention,
-    parts: AttentionParts | None = None,
+    parts: type[AttentionParts] = MaskedParts,
     trial: Trial | None = None,
 ) -> nn.Module:
     """Let a model of transformers be given parts of rows, of which the ranks of `cp` have all together.
@@ -43,7 +43,7 @@ def parallelize_context(
             tokens for heads (arXiv:2309.14509), where heads divide; or "ring", keys and values go from rank to rank
             (arXiv:2310.01889).
         attention: the attention of one rank, to which the last query stands at the last key; see `AttentionRule`.
-        parts: the attention of one rank to some keys at a time, for "ring".
+        parts: the class of the attention of one rank to some keys at a time, for "ring".
         trial: a small model of the same kind; None: made of the model's transformers config.
 
     Returns the model; as it was where `cp` has one rank. Raises `PlanError` for another mode, heads that do not divide,
@@ -67,7 +67,7 @@ def parallelize_context(
         )
     on_first_rank(group, lambda: verify_context(small) or {})
     row_cut = Cut(mesh.degree("cp"), mesh.index("cp"))
-    ranks = RowRanks(group, row_cut, attention, MaskedParts() if parts is None else parts)
+    ranks = RowRanks(group, row_cut, attention, parts)
     route_attention(model, partial(RULES[mode], ranks))
     model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     return model

@@ -8,12 +8,15 @@ them, and come home after the last round.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from cai_mesh.comm import Members, start_shift
+from cai_mesh.operators import operator
 from cai_mesh.protocols import AttentionCall, AttentionParts
 from cai_tensor_parallel.context.cutting import Cut
 from cai_tensor_parallel.context.documents import DocumentCut
@@ -58,56 +61,93 @@ def blocks_of(rank: int, source: int, *, causal: bool, documents: bool) -> list[
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks that pass keys on, and how each attends.
+    """The ranks that pass keys on, and how each attends: the arguments of the operators.
 
     Args:
         ranks: the ranks.
         parts: the attention of one rank to some keys.
-        call: the arguments of the layer; documents are those of whole rows.
+        call: the arguments of the layer, without sinks; documents are those of whole rows.
+        length: the tokens of a rank.
     """
 
     ranks: Members
     parts: AttentionParts
     call: AttentionCall
+    length: int
 
-    def blocks(self, source: int) -> list[Block]:
-        """Return what this rank's queries see of the keys of another."""
+    def blocks(self, source: int) -> list[tuple[Block, AttentionCall]]:
+        """Return what this rank's queries see of the keys of another, each block with its arguments."""
         documents = self.call.cu_seqlens is not None
-        return blocks_of(self.ranks.rank, source, causal=self.call.causal, documents=documents)
+        blocks = blocks_of(self.ranks.rank, source, causal=self.call.causal, documents=documents)
+        return [(block, self._call(block, source)) for block in blocks]
 
     def source(self, step: int) -> int:
         """Return the rank whose keys are here in a round."""
         return (self.ranks.rank - step) % self.ranks.size
 
-
-class _Calls:
-    """The arguments of each block of a ring.
-
-    Args:
-        ring: the ring.
-        length: the tokens of a rank.
-    """
-
-    def __init__(self, ring: Ring, length: int):
-        self._ring, self._length = ring, length
-
     @cached_property
     def _documents(self) -> DocumentCut:
-        ranks, starts = self._ring.ranks, self._ring.call.cu_seqlens
-        assert starts is not None
-        return DocumentCut(Cut(ranks.size, ranks.rank), starts, self._length * ranks.size)
+        assert self.call.cu_seqlens is not None
+        cut = Cut(self.ranks.size, self.ranks.rank)
+        return DocumentCut(cut, self.call.cu_seqlens, self.length * self.ranks.size)
 
-    def of(self, block: Block, source: int) -> AttentionCall:
-        """Return the arguments of a block with the keys of a rank."""
-        call, ranks = self._ring.call, self._ring.ranks
-        if call.cu_seqlens is None:
-            return replace(call, causal=block.causal)
+    def _call(self, block: Block, source: int) -> AttentionCall:
+        if self.call.cu_seqlens is None:
+            return replace(self.call, causal=block.causal)
         cut = self._documents.row_cut
         query_starts, key_starts = (
             self._documents.piece_starts(cut.pieces_of(rank)[halves[0]])
-            for rank, halves in ((ranks.rank, block.queries), (source, block.keys))
+            for rank, halves in ((self.ranks.rank, block.queries), (source, block.keys))
         )
-        return replace(call, causal=block.causal, cu_seqlens=key_starts, query_cu_seqlens=query_starts)
+        return replace(self.call, causal=block.causal, cu_seqlens=key_starts, query_cu_seqlens=query_starts)
+
+
+def ring_attention(
+    ranks: Members,
+    parts: type[AttentionParts],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+) -> torch.Tensor:
+    """Attend with a rank's queries to the keys of all ranks, which are passed on. Collective; one operator in a graph.
+
+    Args:
+        ranks: the ranks.
+        parts: the class that attends on one rank to some keys, of a module's own and made without arguments.
+        query: [B, N, T, H], this rank's.
+        key, value: [B, Nkv, T, H], this rank's.
+        call: the arguments of the layer, without window, mask, prefixes and dropout. Sinks are one more part of the
+            softmax, of no value, merged when all keys have been seen.
+
+    Returns [B, N, T, H].
+    """
+    options = (ranks.name, ranks.size, ranks.rank, f"{parts.__module__}:{parts.__qualname__}")
+    output = _RingAttention.apply(query, key, value, call.sinks, call.cu_seqlens, options, _scores(call))
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def _scores(call: AttentionCall) -> tuple[float, bool, float | None]:
+    return call.scale, call.causal, call.softcap
+
+
+def _ring(
+    query: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    parts: str,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+) -> Ring:
+    """Return the ring of an operator's arguments."""
+    module, _, name = parts.partition(":")
+    attend: AttentionParts = getattr(importlib.import_module(module), name)()
+    call = AttentionCall(scale, causal=causal, softcap=softcap, cu_seqlens=cu_seqlens)
+    return Ring(Members(group, size, rank), attend, call, query.shape[2])
 
 
 def _of(tensor: torch.Tensor, halves: Halves) -> torch.Tensor:
@@ -115,80 +155,113 @@ def _of(tensor: torch.Tensor, halves: Halves) -> torch.Tensor:
     return tensor if len(halves) == 2 else tensor.chunk(2, 2)[halves[0]]
 
 
-class RingAttention(torch.autograd.Function):
-    """`apply(query, key, value, sinks, ring)`: [B, N, T, H] and [B, Nkv, T, H] of a rank -> [B, N, T, H]. Collective.
+def _empty(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=wide)
 
-    Sinks [N] are one more part of the softmax, of no value, merged when all keys have been seen; None: none.
-    """
 
+@operator("cai_tensor_parallel::ring_attention", fake=_empty)
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    parts: str,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a rank's queries find, and the log-sum-exp of their scores."""
+    ring = _ring(query, cu_seqlens, group, size, rank, parts, scale, causal, softcap)
+    found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
+    here = torch.stack((key, value))
+    for step in range(size):
+        coming = start_shift(here, ring.ranks) if step + 1 < size else None
+        for block, call in ring.blocks(ring.source(step)):
+            keys, values = _of(here[0], block.keys), _of(here[1], block.keys)
+            out, lse = ring.parts.forward(_of(query, block.queries), keys, values, call)
+            shares = zip(*(each.chunk(len(block.queries), 2) for each in (out, lse)), strict=True)
+            for half, share in zip(block.queries, shares, strict=True):
+                before = found[half]
+                found[half] = share if before is None else ring.parts.merge(before, share)
+        if coming is not None:
+            here = coming.wait()
+    out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, found), strict=True))
+    if sinks is not None:
+        nothing = torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse).contiguous()
+        out, lse = ring.parts.merge((out, lse), nothing)
+    return out.to(query.dtype), lse
+
+
+def _empty_gradients(dout: Any, query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+    )
+
+
+@operator("cai_tensor_parallel::ring_attention_backward", fake=_empty_gradients)
+def _differentiate(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    group: str,
+    size: int,
+    rank: int,
+    parts: str,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of a rank's queries, keys and values; those of keys travel with them, and come home."""
+    ring = _ring(query, cu_seqlens, group, size, rank, parts, scale, causal, softcap)
+    here, wide = torch.stack((key, value)), lse.dtype
+    dquery = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
+    leaving = None
+    for step in range(size):
+        coming = start_shift(here, ring.ranks) if step + 1 < size else None
+        gradients = torch.zeros_like(here, dtype=wide)
+        for block, call in ring.blocks(ring.source(step)):
+            there = (_of(each, block.queries) for each in (dout, query))
+            keys = (_of(each, block.keys) for each in here)
+            asked, queries = there
+            found = (_of(each, block.queries) for each in (out, lse))
+            share, *of_keys = ring.parts.backward(asked, queries, *keys, *found, call)
+            _of(dquery, block.queries).add_(share)
+            for total, gradient in zip(gradients, of_keys, strict=True):
+                _of(total, block.keys).add_(gradient)
+        if leaving is not None:
+            gradients = gradients + leaving.wait()
+        leaving = start_shift(gradients, ring.ranks)
+        if coming is not None:
+            here = coming.wait()
+    assert leaving is not None
+    dkey, dvalue = leaving.wait()
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
-        ring: Ring,
-    ) -> torch.Tensor:
-        calls, parts = _Calls(ring, query.shape[2]), ring.parts
-        found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
-        here = torch.stack((key, value))
-        for step in range(ring.ranks.size):
-            coming = start_shift(here, ring.ranks) if step + 1 < ring.ranks.size else None
-            source = ring.source(step)
-            for block in ring.blocks(source):
-                keys, values = _of(here[0], block.keys), _of(here[1], block.keys)
-                out, lse = parts.forward(_of(query, block.queries), keys, values, calls.of(block, source))
-                shares = zip(out.chunk(len(block.queries), 2), lse.chunk(len(block.queries), 2), strict=True)
-                for half, share in zip(block.queries, shares, strict=True):
-                    before = found[half]
-                    found[half] = share if before is None else parts.merge(before, share)
-            if coming is not None:
-                here = coming.wait()
-        out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, found), strict=True))
-        if sinks is not None:
-            nothing = torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse).contiguous()
-            out, lse = parts.merge((out, lse), nothing)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.ring = ring
+    def forward(ctx, query, key, value, sinks, cu_seqlens, options, scores):
+        out, lse = _attend(query, key, value, sinks, cu_seqlens, *options, *scores)
+        ctx.save_for_backward(query, key, value, sinks, cu_seqlens, out, lse)
+        ctx.options, ctx.scores = options, scores
         return out
 
     @staticmethod
-    def backward(ctx, dout: torch.Tensor):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        ring: Ring = ctx.ring
-        calls, parts, wide = _Calls(ring, query.shape[2]), ring.parts, lse.dtype
-        here = torch.stack((key, value))
-        dquery = torch.zeros_like(query, dtype=wide)
-        leaving = None
-        for step in range(ring.ranks.size):
-            coming = start_shift(here, ring.ranks) if step + 1 < ring.ranks.size else None
-            source, gradients = ring.source(step), torch.zeros_like(here, dtype=wide)
-            for block in ring.blocks(source):
-                keys, values = _of(here[0], block.keys), _of(here[1], block.keys)
-                asked, there = (_of(each, block.queries) for each in (dout, out))
-                share, *of_keys = parts.backward(
-                    asked,
-                    _of(query, block.queries),
-                    keys,
-                    values,
-                    there,
-                    _of(lse, block.queries),
-                    calls.of(block, source),
-                )
-                _of(dquery, block.queries).add_(share)
-                for total, gradient in zip(gradients, of_keys, strict=True):
-                    _of(total, block.keys).add_(gradient)
-            if leaving is not None:
-                gradients = gradients + leaving.wait()
-            leaving = start_shift(gradients, ring.ranks)
-            if coming is not None:
-                here = coming.wait()
-        assert leaving is not None
-        dkey, dvalue = leaving.wait()
+    def backward(ctx, dout):
+        query, key, value, sinks, cu_seqlens, out, lse = ctx.saved_tensors
+        found = query, key, value, out, lse
+        gradients = _differentiate(dout, *found, cu_seqlens, *ctx.options, *ctx.scores)
         dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), dsinks, None
+        return *gradients, dsinks, None, None, None
 
 
 def _sinks_gradient(

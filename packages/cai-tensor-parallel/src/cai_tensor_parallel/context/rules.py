@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from cai_mesh.protocols import AttentionCall, AttentionParts, AttentionRule
 from cai_tensor_parallel.context.cutting import Cut
 from cai_tensor_parallel.context.documents import cut_of
 from cai_tensor_parallel.context.pieces import attend_pieces, check_call
-from cai_tensor_parallel.context.ring import Ring, RingAttention
+from cai_tensor_parallel.context.ring import ring_attention
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class RowRanks:
         group: the ranks.
         row_cut: the cut of rows over them.
         rule: the attention of one rank.
-        parts: the same, to some keys at a time.
+        parts: the class of the same, to some keys at a time.
     """
 
     group: dist.ProcessGroup
     row_cut: Cut
     rule: AttentionRule = masked_attention
-    parts: AttentionParts = field(default_factory=MaskedParts)
+    parts: type[AttentionParts] = MaskedParts
 
 
 def gather_keys(
@@ -97,10 +97,7 @@ def pass_keys(
     if missing:  # both travel as one
         wide = torch.nn.functional.pad(value, (0, missing))
         return pass_keys(ranks, query, key, wide, call)[..., : value.shape[-1]]
-    ring = Ring(Members.of(ranks.group), ranks.parts, replace(call, sinks=None))
-    output = RingAttention.apply(query, key, value, call.sinks, ring)
-    assert isinstance(output, torch.Tensor)
-    return output
+    return ring_attention(Members.of(ranks.group), ranks.parts, query, key, value, call)
 
 
 RULES = {"gather": gather_keys, "ulysses": exchange_heads, "ring": pass_keys}
