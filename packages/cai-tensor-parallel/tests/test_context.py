@@ -219,6 +219,12 @@ def test_ranks_attend_to_as_many_keys_whatever_documents_are():
         assert float(areas.max() / areas.mean()) < 1.001
 
 
+def test_one_rank_has_rows_as_they_are():
+    rows, starts = torch.arange(24).view(2, 12), torch.tensor([[0, 5, 12], [0, 12, 12]]).int()
+    cut = cut_of(Cut(1, 0), starts, 12)
+    assert torch.equal(cut.own(rows, 1), rows) and torch.equal(cut.in_order(rows, 1), rows)
+
+
 def test_gradients_of_what_is_taken_are_those_of_torch():
     random = torch.Generator().manual_seed(0)
     starts = drawn_starts(2, 24, 4, random)

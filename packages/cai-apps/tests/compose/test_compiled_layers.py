@@ -61,7 +61,7 @@ def compiled_each(recompute: str) -> dict[str, tuple[int, dict[str, int]]]:
     return {kind: compiled(kind, recompute) for kind in CHANGES}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.matrix)])
 def test_layers_share_their_graphs(recompute):
     for kind, (graphs, breaks) in run_ranks(1, compiled_each, recompute, timeout=300)[0].items():
         assert not breaks, kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,22 +18,26 @@ from cai_mesh.testing import assert_same_as_one_device, run_ranks
 STEPS = 3
 TWO = {
     "gather": Case(context=2),
+    "documents, ulysses": Case(context=2, attention="ulysses", zero=0, documents=True),
+    "ring, documents": Case(context=2, attention="ring", zero=3, documents=True, recompute="full"),
+}
+TWO_MORE = {
     "ulysses": Case(context=2, attention="ulysses", zero=3),
     "documents": Case(context=2, zero=2, documents=True),
-    "documents, ulysses": Case(context=2, attention="ulysses", zero=0, documents=True),
     "recompute": Case(context=2, recompute="full", documents=True),
     "most": Case(context=2, recompute="most"),
     "kernels": Case(context=2, kernels="on", documents=True),
     "ring": Case(context=2, attention="ring"),
-    "ring, documents": Case(context=2, attention="ring", zero=3, documents=True, recompute="full"),
 }
 FOUR = {
     "data2-zero3": Case(data=2, context=2, zero=3, documents=True),
+    "tensor2-sequence": Case(tensor=2, sequence=True, context=2, documents=True),
+    "pipeline2": Case(pipeline=2, context=2, documents=True),
+}
+FOUR_MORE = {
     "replicate2": Case(replicate=2, context=2, zero=2),
     "tensor2": Case(tensor=2, context=2, documents=True),
     "tensor2, ulysses": Case(tensor=2, context=2, attention="ulysses"),
-    "tensor2-sequence": Case(tensor=2, sequence=True, context=2, documents=True),
-    "pipeline2": Case(pipeline=2, context=2, documents=True),
     "tensor2, ring": Case(tensor=2, context=2, attention="ring", documents=True),
     "pipeline2-zb-v-zero3": Case(pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step", context=2),
 }
@@ -42,7 +45,7 @@ COMPILED = {
     mode: Case(context=2, attention=mode, compile="on", recompute="selective", documents=True)
     for mode in ("gather", "ulysses", "ring")
 }
-MODELS = ("llama", "gpt2", "gemma3_text", "mistral")
+MODELS = ("llama", "gpt2", "mistral", "gpt_oss", "olmoe")
 
 expected = functools.cache(functools.partial(twin, dtype="fp64", steps=STEPS))
 
@@ -60,7 +63,9 @@ def check(cases: dict[tuple[str, str], Case], world: int) -> None:
         results = [rank_results[key] for rank_results in all_results]
         losses, gradients, parameters = expected(key[0], one_by_one=case.documents)
         got_losses, got_gradients, got_parameters = results[0]
-        in_float32 = case.kernels == "on" or case.compile == "on" or key[0] == "gemma3_text"
+        in_float32 = (
+            case.kernels == "on" or case.compile == "on" or key[0] in ("gemma3_text", "olmoe", "gpt_oss")
+        )
         exact = 1e-6 if in_float32 else 1e-8
         assert got_losses == pytest.approx(losses, rel=exact), key
         assert all(other == got_losses for other in results[1:]), key
@@ -70,12 +75,23 @@ def check(cases: dict[tuple[str, str], Case], world: int) -> None:
 
 
 def test_two_ranks_equal_a_plain_loop():
-    kinds = {(model, "documents"): replace(TWO["documents"], context=2) for model in MODELS}
+    kinds = {("gemma3_text", "documents"): TWO_MORE["documents"]}
     check({("llama", name): case for name, case in TWO.items()} | kinds, 2)
+
+
+@pytest.mark.matrix
+def test_two_ranks_of_all_options():
+    kinds = {(model, "documents"): TWO_MORE["documents"] for model in MODELS}
+    check({("llama", name): case for name, case in TWO_MORE.items()} | kinds, 2)
 
 
 def test_four_ranks_equal_a_plain_loop():
     check({("llama", name): case for name, case in FOUR.items()}, 4)
+
+
+@pytest.mark.matrix
+def test_four_ranks_of_all_options():
+    check({("llama", name): case for name, case in FOUR_MORE.items()}, 4)
 
 
 @pytest.mark.matrix
@@ -110,19 +126,24 @@ def test_validation_and_predictions_are_of_whole_rows():
         assert torch.equal(predicted, logits.argmax(-1))
 
 
-def test_routers_of_parts_of_rows_are_balanced_as_those_of_whole_ones():
+ROUTED = {
+    "context2": Case(context=2, microbatches=2),
+    "context2-experts2": Case(context=2, experts=2, zero=2, microbatches=2),
+    "data2-experts2": Case(data=2, context=2, experts=2, zero=3, microbatches=1),
+    "tensor2-sequence": Case(tensor=2, sequence=True, context=2, microbatches=2),
+    "pipeline2": Case(pipeline=2, context=2, microbatches=2),
+}
+
+
+@pytest.mark.parametrize(
+    "worlds", [(2,), pytest.param((2, 4), marks=pytest.mark.matrix)], ids=["some", "all"]
+)
+def test_routers_of_parts_of_rows_are_balanced_as_those_of_whole_ones(worlds):
     """Losses of routers, loads and weights after three steps are those of transformers on whole rows."""
     experts = Experts(aux_loss=0.05, z_loss=0.02)
-    cases = {
-        "context2": Case(context=2, microbatches=2),
-        "context2-experts2": Case(context=2, experts=2, zero=2, microbatches=2),
-        "data2-experts2": Case(data=2, context=2, experts=2, zero=3, microbatches=1),
-        "tensor2-sequence": Case(tensor=2, sequence=True, context=2, microbatches=2),
-        "pipeline2": Case(pipeline=2, context=2, microbatches=2),
-    }
     losses, numbers, parameters = plain_training("olmoe", experts, 2)
-    for world in (2, 4):
-        chosen = {name: case for name, case in cases.items() if case.world == world}
+    for world in worlds:
+        chosen = {name: case for name, case in ROUTED.items() if case.world == world}
         results = run_ranks(world, routed_each, chosen, experts, timeout=300)
         for name in chosen:
             got_losses, got_numbers, got_parameters = results[0][name]

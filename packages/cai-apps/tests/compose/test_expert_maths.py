@@ -84,8 +84,10 @@ def test_kinds_of_transformers_compute_the_same_by_kernels(name):
     assert {entry.kernel for entry in swapped.replaced} == {f"expert_layer({KERNELS[name]})"}
     assert not swapped.kept
     for key, value in results(model).items():
-        scale = wanted[key].abs().max()  # some types compute parts of themselves in float32
-        assert (value - wanted[key]).abs().max() <= 1e-6 * scale, key
+        scale = (
+            wanted[key].abs().max()
+        )  # some types compute parts in float32, which CPUs round each in its own way
+        assert (value - wanted[key]).abs().max() <= 3e-6 * scale, key
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])

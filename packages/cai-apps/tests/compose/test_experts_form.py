@@ -33,7 +33,11 @@ def trained_as_users_do(case):
     return losses, full(parameters_of(session)), model._experts_implementation
 
 
-@pytest.mark.parametrize("case", [Case(), Case(data=2, experts=2), Case(compile="on")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(data=2, experts=2), pytest.param(Case(compile="on"), marks=pytest.mark.matrix)],
+    ids=str,
+)
 def test_float64_trains_as_the_plain_loop(case):
     losses, parameters, form = run_ranks(case.world, trained_as_users_do, case, timeout=240)[0]
     expected, _, weights = twin(NAME, "fp64", STEPS)

@@ -53,8 +53,8 @@ class MaskedParts:
         dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True)) * slope * call.scale
         dquery = dscores @ keys
         dkey, dvalue = dscores.transpose(-1, -2) @ query.to(wide), weights.transpose(-1, -2) @ dout
-        shared = (each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in (dkey, dvalue))
-        return dquery.to(query.dtype), *shared
+        dkey, dvalue = (each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in (dkey, dvalue))
+        return dquery.to(query.dtype), dkey, dvalue
 
 
 def _scores(

@@ -110,7 +110,8 @@ def cut_of(row_cut: Cut, starts: torch.Tensor | None, length: int, batch: int = 
         length: the tokens of a row.
         batch: the dim of the rows of all tensors.
     """
-    return row_cut if starts is None else DocumentCut(row_cut, starts, length, batch)
+    whole = starts is None or row_cut.ranks == 1  # one rank has rows as they are
+    return row_cut if whole else DocumentCut(row_cut, starts, length, batch)
 
 
 def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:

@@ -75,10 +75,6 @@ if TYPE_CHECKING:
     from cai_apps.run.task import Job
 
 
-LABELS = {"labels": "shift_labels"}
-"""What `cut_batch` calls labels of the place they stand at."""
-
-
 def tokenizer_directory(run: RunDirectory) -> Path:
     """Where a run keeps its tokenizer."""
     return run.path / "tokenizer"
@@ -132,9 +128,10 @@ def workload(config: Config, model: PretrainedConfig) -> Workload:
 
 def own_tokens(batch: dict[str, Tensor], mesh: AnyMesh) -> dict[str, Tensor]:
     """Return this rank's tokens of a batch of whole rows, whose `labels` are those of the place they stand at."""
-    rows = {LABELS.get(name, name): value for name, value in batch.items()}
-    names = {shifted: name for name, shifted in LABELS.items()}
-    return {names.get(name, name): value for name, value in cut_batch(rows, mesh).items()}
+    rows = {name: value for name, value in batch.items() if name != "labels"}
+    parts = cut_batch(rows | {"shift_labels": batch["labels"]}, mesh)
+    labels = parts.pop("shift_labels")
+    return parts | {"labels": labels}
 
 
 def _example(config: Config, samples: int) -> dict[str, Tensor]:
