@@ -128,7 +128,8 @@ def test_functions_fit_a_screen():
         registered = folders[path.parent]
         for function in functions(tree_of(path)):
             lines = function.end_lineno - function.lineno + 1
-            kernel = any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list)
+            marks = map(ast.unparse, function.decorator_list)
+            kernel = any("triton.jit" in mark or mark.startswith("operator(") for mark in marks)
             many = arguments(function) > ARGUMENTS and function.name not in registered and not kernel
             if lines > FUNCTION_LINES or many:
                 long.append(

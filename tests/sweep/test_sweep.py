@@ -13,7 +13,7 @@ from sweep.configs import model_types, tiny
 DOZEN = {
     "llama": ["zero3", "tp2", "tp2 sequence"],
     "gpt2": ["kernels", "offloaded", "pp2"],  # tied embeddings, Conv1D
-    "mixtral": ["zero3", "experts 2"],  # experts
+    "mixtral": ["zero3", "experts 2", "context 2"],  # experts
     "llama4_text": ["experts 2"],  # experts that compute for all tokens
     "deepseek_v3": ["kernels"],  # latent attention, groups of experts
     "mamba": ["offloaded"],  # no attention

@@ -19,6 +19,7 @@ from cai_kernels import (
     attention_backward,
     attention_with_lse,
     document_attention,
+    document_tail_attention,
     last_queries_attention,
     merge_attention,
     sink_attention,
@@ -41,26 +42,33 @@ def document_rule(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
 
     Documents that go on from others attend under a mask [B, 1, S, S]: no packed form has keys of two places.
     """
-    alone = call.dropout or call.prefixes is not None  # what sinks have no kernel with
-    if call.mask is not None or (call.sinks is not None and alone):
+    starts, query_starts = _boundaries(query, key, call)
+    if call.mask is not None or _has_no_kernel(call, query_starts):
         return masked_attention(query, key, value, call)
     options: dict[str, Any] = {"causal": call.causal, "scale": call.scale, "window": call.window}
-    options |= {"softcap": call.softcap}
-    starts, query_starts = _boundaries(query, key, call)
     if call.sinks is not None:
         boundaries = {"cu_seqlens": starts, "query_cu_seqlens": query_starts}
         return sink_attention(query, key, value, call.sinks, **options, **boundaries)
-    options["dropout"] = call.dropout
+    options |= {"softcap": call.softcap, "dropout": call.dropout}
     if starts is None:
         return attention(query, key, value, **options)
     if call.prefixes is not None:
         length, window = query.shape[-2], call.window
         mask = prefix_mask(starts, call.prefixes, length, causal=call.causal, window=window)
         return attention(query, key, value, **(options | {"mask": mask, "causal": False, "window": None}))
-    plain = call.window is None and call.softcap is None and not call.dropout
-    if call.cu_seqlens is None and call.causal and plain:
+    if query_starts is None:
+        return document_attention(query, key, value, starts, **options)
+    if call.cu_seqlens is None and call.causal and call.window is None and call.softcap is None:
         return last_queries_attention(query, key, value, scale=call.scale)
-    return document_attention(query, key, value, starts, query_cu_seqlens=query_starts, **options)
+    del options["dropout"]
+    return document_tail_attention(query, key, value, starts, query_starts, **options)
+
+
+def _has_no_kernel(call: AttentionCall, query_starts: Tensor | None) -> bool:
+    """Return whether a call asks for two things that no kernel has together."""
+    if call.sinks is not None:
+        return bool(call.dropout) or call.softcap is not None or call.prefixes is not None
+    return query_starts is not None and (bool(call.dropout) or call.prefixes is not None)
 
 
 def _boundaries(query: Tensor, key: Tensor, call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:

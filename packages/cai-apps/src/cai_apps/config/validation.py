@@ -136,7 +136,7 @@ def refuse_context(config: RunConfig, samples: str) -> None:
 
     Args:
         config: the config.
-        samples: what its samples are.
+        samples: the name of its samples.
     """
     size = config.parallel.context.size
     if size > 1:

@@ -7,7 +7,7 @@ Softmax and sum are over the keys; the mask is -inf where a query does not see a
 """
 
 from cai_kernels.attention.choice import AttentionChoice
-from cai_kernels.attention.documents import document_attention
+from cai_kernels.attention.documents import document_attention, document_tail_attention
 from cai_kernels.attention.function import attention, explain_attention, varlen_attention
 from cai_kernels.attention.last_queries import last_queries_attention
 from cai_kernels.attention.packed import why_not_packed
@@ -20,6 +20,7 @@ __all__ = [
     "attention_backward",
     "attention_with_lse",
     "document_attention",
+    "document_tail_attention",
     "explain_attention",
     "last_queries_attention",
     "merge_attention",

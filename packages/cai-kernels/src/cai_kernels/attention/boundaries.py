@@ -12,10 +12,10 @@ def check_starts(
     query: torch.Tensor, key: torch.Tensor, cu_seqlens: torch.Tensor, query_cu_seqlens: torch.Tensor | None
 ) -> None:
     """Raise `KernelError` where boundaries do not fit queries and keys."""
-    given = {"cu_seqlens": cu_seqlens}
+    boundaries = {"cu_seqlens": cu_seqlens}
     if query_cu_seqlens is not None:
-        given["query_cu_seqlens"] = query_cu_seqlens
-    for name, starts in given.items():
+        boundaries["query_cu_seqlens"] = query_cu_seqlens
+    for name, starts in boundaries.items():
         require(name, starts, dtypes=(torch.int32,), like=query)
         if starts.dim() != 2 or starts.shape[0] != query.shape[0] or starts.shape[1] < 2:
             raise KernelError(

@@ -17,7 +17,6 @@ def document_attention(
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
     *,
-    query_cu_seqlens: torch.Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
@@ -28,55 +27,101 @@ def document_attention(
     """Attention of rows of several documents: a query sees keys of its own document alone.
 
     Args:
-        query: [B, N, Sq, H], float32, bfloat16, float16 or float64, any strides.
+        query: [B, N, S, H], float32, bfloat16, float16 or float64, any strides.
         key: [B, Nkv, S, H], with N a multiple of Nkv, in q's dtype.
         value: [B, Nkv, S, Hv]; Hv may be less than H.
         cu_seqlens: [B, D + 1] int32: document d of row b is at cu_seqlens[b, d]..cu_seqlens[b, d + 1]. A row begins
             with 0 and ends with S; one of fewer documents repeats S, whose documents are empty.
-        query_cu_seqlens: [B, D + 1] int32: the same of queries, whose rows end with Sq; those of a document are at its
-            last keys. None: as many queries as keys.
         causal, scale, window, softcap, dropout: as in `attention`.
-        backend: "auto" (`varlen_attention` on CUDA, for what it takes; else `attention` with a mask [B, 1, Sq, S]),
+        backend: "auto" (`varlen_attention` on CUDA, for what it takes; else `attention` with a mask [B, 1, S, S]),
             "triton" or "reference".
 
-    Returns [B, N, Sq, Hv] in q's dtype. Differentiable in query, key and value. No boundary is read on the host. Raises
+    Returns [B, N, S, Hv] in q's dtype. Differentiable in query, key and value. No boundary is read on the host. Raises
     `KernelError` naming the argument that does not fit.
     """
+    check_starts(query, key, cu_seqlens, None)
+    question = Question(None, causal, window, softcap, dropout)
+    return _attend(query, key, value, (cu_seqlens, None), question, scale, backend)
+
+
+def document_tail_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    query_cu_seqlens: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Attention of rows of several documents whose queries are the last ones of each, as those of some rank.
+
+    Args:
+        query: [B, N, Sq, H].
+        key, value, cu_seqlens: as in `document_attention`.
+        query_cu_seqlens: [B, D + 1] int32: where the queries of each document begin, at whose last keys they are; a row
+            ends with Sq.
+        causal, scale, window, softcap, backend: as in `document_attention`.
+
+    Returns [B, N, Sq, Hv] in q's dtype; the rest as there.
+    """
     check_starts(query, key, cu_seqlens, query_cu_seqlens)
+    question = Question(None, causal, window, softcap)
+    return _attend(query, key, value, (cu_seqlens, query_cu_seqlens), question, scale, backend)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: tuple[torch.Tensor, torch.Tensor | None],
+    question: Question,
+    scale: float | None,
+    backend: Backend,
+) -> torch.Tensor:
+    """Attend by a packed form or under a mask; boundaries are those of keys, and of queries where they are others."""
     missing = query.shape[-1] - value.shape[-1]
     if missing > 0 and choose(backend, query.device) != "reference":  # packed forms take equal ones
-        options: dict = {
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "dropout": dropout,
-        }
-        options |= {"query_cu_seqlens": query_cu_seqlens, "backend": backend}
         wide = torch.nn.functional.pad(value, (0, missing))
-        return document_attention(query, key, wide, cu_seqlens, **options)[..., : value.shape[-1]]
-    if _is_masked(query, value, Question(None, causal, window, softcap, dropout), backend):
-        options = {"scale": scale, "softcap": softcap, "dropout": dropout}
-        options["backend"] = "reference" if backend == "reference" else "auto"
-        if query_cu_seqlens is None:
-            mask = document_mask(cu_seqlens, query.shape[2])
-            return attention(query, key, value, mask=mask, causal=causal, window=window, **options)
-        lengths = query.shape[2], key.shape[2]
-        mask = last_queries_mask(query_cu_seqlens, cu_seqlens, *lengths, causal=causal, window=window)
-        return attention(query, key, value, mask=mask, **options)
-    key_starts = packed_starts(cu_seqlens, key.shape[2])
-    query_starts = None if query_cu_seqlens is None else packed_starts(query_cu_seqlens, query.shape[2])
+        return _attend(query, key, wide, boundaries, question, scale, backend)[..., : value.shape[-1]]
+    if _is_masked(query, value, question, backend):
+        return _under_mask(query, key, value, boundaries, question, scale, backend)
+    causal, window = question.causal, question.window
+    key_starts = packed_starts(boundaries[0], key.shape[2])
+    query_starts = None if boundaries[1] is None else packed_starts(boundaries[1], query.shape[2])
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     longest = max(query.shape[2], key.shape[2])
-    if softcap is not None:
+    if question.softcap is not None:
         starts = key_starts if query_starts is None else query_starts, key_starts
-        out = _capped(*flat, starts, longest, softcap, causal=causal, scale=scale, window=window)
+        out = _capped(*flat, starts, longest, question.softcap, causal=causal, scale=scale, window=window)
     else:
         starts = (key_starts, None) if query_starts is None else (query_starts, key_starts)
-        out = varlen_attention(
-            *flat, *starts, max_seqlen=longest, causal=causal, scale=scale, window=window, backend=backend
-        )
+        options = {"max_seqlen": longest, "causal": causal, "scale": scale, "window": window}
+        out = varlen_attention(*flat, *starts, backend=backend, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+
+
+def _under_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: tuple[torch.Tensor, torch.Tensor | None],
+    question: Question,
+    scale: float | None,
+    backend: Backend,
+) -> torch.Tensor:
+    options = {"scale": scale, "softcap": question.softcap, "dropout": question.dropout}
+    form = "reference" if backend == "reference" else "auto"
+    shape = {"causal": question.causal, "window": question.window}
+    key_starts, query_starts = boundaries
+    if query_starts is None:
+        mask = document_mask(key_starts, query.shape[2])
+        return attention(query, key, value, mask=mask, backend=form, **shape, **options)
+    mask = last_queries_mask(query_starts, key_starts, query.shape[2], key.shape[2], **shape)
+    return attention(query, key, value, mask=mask, backend=form, **options)
 
 
 def _capped(

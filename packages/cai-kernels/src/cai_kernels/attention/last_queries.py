@@ -10,7 +10,7 @@ from cai_kernels.ops import define
 
 
 def last_queries_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float | None = None
 ) -> torch.Tensor:
     """Causal attention of fewer queries than keys, of which the last is at the position of the last key.
 
@@ -18,15 +18,18 @@ def last_queries_attention(
     first: so all queries see the keys before them in one part, and each other in another.
 
     Args:
-        q: [B, N, Sq, H], in dtypes of `attention_with_lse`.
-        k, v: [B, Nkv, Sk, H] with Sk > Sq.
-        scale: factor on q @ k.T; None: 1 / sqrt(H).
+        query: [B, N, Sq, H], in dtypes of `attention_with_lse`.
+        key, value: [B, Nkv, Sk, H] with Sk > Sq.
+        scale: factor on query @ key.T; None: 1 / sqrt(H).
 
-    Returns [B, N, Sq, H] in q's dtype. Differentiable in q, k and v. Raises `KernelError` naming what does not fit.
+    Returns [B, N, Sq, Hv] in q's dtype. Differentiable in query, key and value. Raises `KernelError` naming what does
+    not fit.
     """
-    if not q.dim() == k.dim() == 4 or k.shape[2] <= q.shape[2]:
-        raise KernelError("fewer queries than keys", got=f"q {tuple(q.shape)}, k {tuple(k.shape)}")
-    return _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    if not query.dim() == key.dim() == 4 or key.shape[2] <= query.shape[2]:
+        raise KernelError(
+            "fewer queries than keys", got=f"query {tuple(query.shape)}, key {tuple(key.shape)}"
+        )
+    return _operator(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)[0]
 
 
 def _parts(tensor: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,41 +39,43 @@ def _parts(tensor: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _last_queries_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = (_parts(tensor, q.shape[2]) for tensor in (k, v))
-    before = attention_with_lse(q, keys[0], values[0], scale=scale)
-    own = attention_with_lse(q, keys[1], values[1], scale=scale, causal=True)
-    return merge_attention(*before, *own, dtype=q.dtype)
+    keys, values = (_parts(tensor, query.shape[2]) for tensor in (key, value))
+    before = attention_with_lse(query, keys[0], values[0], scale=scale)
+    of_queries = attention_with_lse(query, keys[1], values[1], scale=scale, causal=True)
+    return merge_attention(*before, *of_queries, dtype=query.dtype)
 
 
 def _last_queries_attention_backward(
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    keys, values = (_parts(tensor, q.shape[2]) for tensor in (k, v))
-    dq, dk, dv = attention_backward(dout, q, keys[0], values[0], out, lse, scale=scale)
-    own = attention_backward(dout, q, keys[1], values[1], out, lse, scale=scale, causal=True)
-    return dq + own[0], torch.cat([dk, own[1]], 2), torch.cat([dv, own[2]], 2)
+    keys, values = (_parts(tensor, query.shape[2]) for tensor in (key, value))
+    dq, dk, dv = attention_backward(dout, query, keys[0], values[0], out, lse, scale=scale)
+    of_queries = attention_backward(dout, query, keys[1], values[1], out, lse, scale=scale, causal=True)
+    return dq + of_queries[0], torch.cat([dk, of_queries[1]], 2), torch.cat([dv, of_queries[2]], 2)
 
 
-def _empty(q, k, v, scale):
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide)
+def _empty(query, key, value, scale):
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1], dtype=wide)
 
 
-def _empty_gradients(dout, q, k, v, out, lse, scale):
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+def _empty_gradients(dout, query, key, value, out, lse, scale):
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
+    )
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    query, key, value, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 

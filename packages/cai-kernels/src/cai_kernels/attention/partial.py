@@ -64,34 +64,38 @@ def attention_with_lse(
     return out[..., :width], lse
 
 
-def _filled(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _filled(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Return values, or what is made of them, with zeros behind up to the features of queries."""
-    missing = q.shape[-1] - tensor.shape[-1]
+    missing = query.shape[-1] - tensor.shape[-1]
     if missing < 0:
         raise KernelError(
-            "values have more features than queries", got=tensor.shape[-1], expected=f"up to {q.shape[-1]}"
+            "values have more features than queries",
+            got=tensor.shape[-1],
+            expected=f"up to {query.shape[-1]}",
         )
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _part(
-    shape: _Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend
+    shape: _Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: Backend
 ) -> tuple[torch.Tensor, torch.Tensor]:
     causal, softcap = shape.causal, shape.softcap
-    form = _form(q, k, v, backend, plain=shape.plain)
+    form = _form(query, key, value, backend, plain=shape.plain)
     scale = shape.scale
     if form == "reference":
         options = {"scale": scale, "softcap": softcap}
-        return reference.attention(q, k, v, mask=_visible(shape, q, k), **options)
+        return reference.attention(query, key, value, mask=_visible(shape, query, key), **options)
     if form == "triton":
-        return _in_triton(shape, q, k, v)
+        return _in_triton(shape, query, key, value)
     if form == "cudnn":
-        out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-        return out, lse.view(q.shape[:-1])
+        out, lse = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, scale=scale
+        )[:2]
+        return out, lse.view(query.shape[:-1])
     if form == "flash":
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
-    k, v = (_expand(t, q.shape[1]) for t in (k, v))
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+    key, value = (_expand(t, query.shape[1]) for t in (key, value))
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
 
 
 def attention_backward(
@@ -123,11 +127,15 @@ def attention_backward(
     Returns gradients like q, k and v. Raises `KernelError` naming the argument that does not fit.
     """
     shape = _shape(q, k, v, causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
-    wanted = (*q.shape[:-1], v.shape[-1])
-    for name, tensor, sizes in (("dout", dout, wanted), ("out", out, wanted), ("lse", lse, q.shape[:-1])):
+    shape_of_out = (*q.shape[:-1], v.shape[-1])
+    for name, tensor, sizes in (
+        ("dout", dout, shape_of_out),
+        ("out", out, shape_of_out),
+        ("lse", lse, q.shape[:-1]),
+    ):
         if tensor.shape != sizes or tensor.device != q.device:
             raise KernelError(f"{name} does not fit q", got=tuple(tensor.shape), expected=tuple(sizes))
-    width, filled = v.shape[-1], (_filled(each, q) for each in (dout, v, out))
+    width, filled = v.shape[-1], (_filled(tensor, q) for tensor in (dout, v, out))
     dout, v, out = filled
     dq, dk, dv = _part_backward(shape, dout, q, k, v, out, lse.contiguous(), backend)
     return dq, dk, dv[..., :width]
@@ -136,36 +144,48 @@ def attention_backward(
 def _part_backward(
     shape: _Shape,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     backend: Backend,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scale, causal = shape.scale, shape.causal
-    form = _form(q, k, v, backend, plain=shape.plain)
+    form = _form(query, key, value, backend, plain=shape.plain)
     if form == "reference":
-        return _reference_backward(shape, dout, q, k, v, out, lse)
+        return _reference_backward(shape, dout, query, key, value, out, lse)
     if form == "triton":
-        return _in_triton_backward(shape, dout, q, k, v, out, lse)
-    lengths = (q.shape[2], k.shape[2], 0.0, causal)
+        return _in_triton_backward(shape, dout, query, key, value, out, lse)
+    lengths = (query.shape[2], key.shape[2], 0.0, causal)
     if form in ("cudnn", "flash"):
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read only with dropout
-        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # read only with dropout
+        offset = torch.zeros((), dtype=torch.uint64, device=query.device)
         if form == "flash":
             return aten._scaled_dot_product_flash_attention_backward(
-                dout, q, k, v, out, lse, None, None, *lengths, seed, offset, scale=scale
+                dout, query, key, value, out, lse, None, None, *lengths, seed, offset, scale=scale
             )
-        seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
         return aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse[..., None], seed, offset, None, None, None, *lengths, scale=scale
+            dout,
+            query,
+            key,
+            value,
+            out,
+            lse[..., None],
+            seed,
+            offset,
+            None,
+            None,
+            None,
+            *lengths,
+            scale=scale,
         )
-    wide = [_expand(t, q.shape[1]) for t in (k, v)]
+    wide = [_expand(t, query.shape[1]) for t in (key, value)]
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, *wide, out, lse, 0.0, causal, scale=scale
+        dout, query, *wide, out, lse, 0.0, causal, scale=scale
     )
-    return dq, _gather(dk, k.shape[1]), _gather(dv, v.shape[1])
+    return dq, _gather(dk, key.shape[1]), _gather(dv, value.shape[1])
 
 
 @dataclass(frozen=True)
@@ -184,18 +204,18 @@ class _Shape:
         """Whether torch's operators take it."""
         return self.window is None and self.softcap is None and self.key_starts is None
 
-    def options(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+    def options(self, query: torch.Tensor, key: torch.Tensor) -> Any:
         """Return the arguments of the Triton operators."""
         from cai_kernels.attention import triton
 
-        lengths = (0, 0) if self.key_starts is None else (q.shape[2], k.shape[2])
+        lengths = (0, 0) if self.key_starts is None else (query.shape[2], key.shape[2])
         return triton.Options(self.scale, self.causal, self.window or 0, self.softcap or 0.0, *lengths)
 
 
 def _shape(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     causal: bool,
     scale: float | None,
     window: int | None,
@@ -205,21 +225,21 @@ def _shape(
 ) -> _Shape:
     """Return checked arguments."""
     if cu_seqlens is None:
-        _check(q, k, v, Question(causal=causal, window=window, softcap=softcap))
+        _check(query, key, value, Question(causal=causal, window=window, softcap=softcap))
         query_cu_seqlens = None
     else:
-        _check(q, k, v, Question(softcap=softcap))
-        check_starts(q, k, cu_seqlens, query_cu_seqlens)
+        _check(query, key, value, Question(softcap=softcap))
+        check_starts(query, key, cu_seqlens, query_cu_seqlens)
         query_cu_seqlens = cu_seqlens if query_cu_seqlens is None else query_cu_seqlens
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _Shape(causal, scale, window, softcap, cu_seqlens, query_cu_seqlens)
 
 
-def _visible(shape: _Shape, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _visible(shape: _Shape, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Return who sees whom, bool, broadcastable to [B, 1, Sq, Sk]; None: all do."""
-    lengths, options = (q.shape[2], k.shape[2]), {"causal": shape.causal, "window": shape.window}
+    lengths, options = (query.shape[2], key.shape[2]), {"causal": shape.causal, "window": shape.window}
     if shape.key_starts is None or shape.query_starts is None:
-        return reference.visible(*lengths, **options, device=q.device)
+        return reference.visible(*lengths, **options, device=query.device)
     return last_queries_mask(shape.query_starts, shape.key_starts, *lengths, **options)
 
 
@@ -228,12 +248,12 @@ def _packed_operands(shape: _Shape, *tensors: torch.Tensor) -> tuple[list[torch.
     if shape.key_starts is None or shape.query_starts is None:
         return list(tensors), {"query_starts": None, "key_starts": None}
     lengths = tensors[0].shape[2], tensors[1].shape[2]
-    starts = [
-        packed_starts(each, n)
-        for each, n in zip((shape.query_starts, shape.key_starts), lengths, strict=True)
+    packed = [
+        packed_starts(starts, n)
+        for starts, n in zip((shape.query_starts, shape.key_starts), lengths, strict=True)
     ]
     flat = [tensor.transpose(1, 2).flatten(0, 1).transpose(0, 1) for tensor in tensors]
-    return flat, dict(zip(("query_starts", "key_starts"), starts, strict=True))
+    return flat, dict(zip(("query_starts", "key_starts"), packed, strict=True))
 
 
 def _of_rows(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -246,36 +266,36 @@ def _of_rows(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _in_triton(
-    shape: _Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    shape: _Shape, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from cai_kernels.attention import triton
 
-    flat, starts = _packed_operands(shape, q, k, v)
-    out, lse = triton.attention(*flat, shape.options(q, k), **starts)
-    return _of_rows(out, q), _of_rows(lse, q[..., 0])
+    flat, starts = _packed_operands(shape, query, key, value)
+    out, lse = triton.attention(*flat, shape.options(query, key), **starts)
+    return _of_rows(out, query), _of_rows(lse, query[..., 0])
 
 
 def _in_triton_backward(
     shape: _Shape,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from cai_kernels.attention import triton
 
-    (*flat, dout, out), starts = _packed_operands(shape, q, k, v, dout, out)
+    (*flat, dout, out), starts = _packed_operands(shape, query, key, value, dout, out)
     if lse.dim() == out.dim():  # rows of documents are one behind the other
         lse = lse.transpose(0, 1).flatten(1).contiguous()
     needed = triton.Needed(q=True, k=True, v=True)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     inputs = triton.Operands(*flat, bias=None, mask=None, gate=None, **starts)
     gradients = triton.attention_backward(
-        dout, None, out, lse, *inputs, **shape.options(q, k).arguments(), **needed.arguments()
+        dout, None, out, lse, *inputs, **shape.options(query, key).arguments(), **needed.arguments()
     )[:3]
-    dq, dk, dv = (_of_rows(grad, like) for grad, like in zip(gradients, (q, k, v), strict=True))
+    dq, dk, dv = (_of_rows(grad, like) for grad, like in zip(gradients, (query, key, value), strict=True))
     return dq, dk, dv
 
 
@@ -381,17 +401,17 @@ def _gather(gradient: torch.Tensor, heads: int) -> torch.Tensor:
 def _reference_backward(
     shape: _Shape,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype, heads, key_heads = q.dtype, q.shape[1], k.shape[1]
+    dtype, heads, key_heads = query.dtype, query.shape[1], key.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
-    visible_mask = _visible(shape, q, k)
-    q, k, v = (_expand(t.to(wide), heads) for t in (q, k, v))
-    scores = q @ k.transpose(-1, -2) * shape.scale
+    visible_mask = _visible(shape, query, key)
+    query, key, value = (_expand(t.to(wide), heads) for t in (query, key, value))
+    scores = query @ key.transpose(-1, -2) * shape.scale
     slope = 1.0
     if shape.softcap is not None:
         bent = torch.tanh(scores / shape.softcap)
@@ -400,6 +420,13 @@ def _reference_backward(
         scores = scores.masked_fill(~visible_mask, -torch.inf)
     p = torch.exp(scores - torch.where(lse == -torch.inf, torch.inf, lse)[..., None])
     dout = dout.to(wide)
-    ds = p * (dout @ v.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True)) * slope * shape.scale
-    dk, dv = (_gather(g, key_heads).to(dtype) for g in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout))
-    return (ds @ k).to(dtype), dk, dv
+    ds = (
+        p
+        * (dout @ value.transpose(-1, -2) - (dout * out.to(wide)).sum(-1, keepdim=True))
+        * slope
+        * shape.scale
+    )
+    dk, dv = (
+        _gather(g, key_heads).to(dtype) for g in (ds.transpose(-1, -2) @ query, p.transpose(-1, -2) @ dout)
+    )
+    return (ds @ key).to(dtype), dk, dv

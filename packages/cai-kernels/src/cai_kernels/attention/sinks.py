@@ -17,15 +17,14 @@ from cai_kernels.errors import KernelError
 
 
 def sink_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     sinks: torch.Tensor,
     *,
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
-    softcap: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     query_cu_seqlens: torch.Tensor | None = None,
     backend: Backend = "auto",
@@ -33,19 +32,19 @@ def sink_attention(
     """Attention whose softmax has one more score, of no value, at every query.
 
     Args:
-        q: [B, N, Sq, H], in dtypes of `attention_with_lse`.
-        k, v: [B, Nkv, Sk, H].
+        query: [B, N, Sq, H], in dtypes of `attention_with_lse`.
+        key, value: [B, Nkv, Sk, H].
         sinks: [N], any floating dtype: the score of each head.
-        causal, scale, window, softcap, cu_seqlens, query_cu_seqlens, backend: as in `attention_with_lse`.
+        causal, scale, window, cu_seqlens, query_cu_seqlens, backend: as in `attention_with_lse`.
 
-    Returns [B, N, Sq, H] in q's dtype. Differentiable in q, k, v and sinks. Raises `KernelError` naming what does not
-    fit.
+    Returns [B, N, Sq, Hv] in q's dtype. Differentiable in query, key, value and sinks. Raises `KernelError` naming what
+    does not fit.
     """
-    if sinks.shape != q.shape[1:2]:
-        raise KernelError("one sink a head", got=tuple(sinks.shape), expected=f"({q.shape[1]},)")
-    options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "backend": backend}
+    if sinks.shape != query.shape[1:2]:
+        raise KernelError("one sink a head", got=tuple(sinks.shape), expected=f"({query.shape[1]},)")
+    options = {"causal": causal, "scale": scale, "window": window, "backend": backend}
     options |= {"cu_seqlens": cu_seqlens, "query_cu_seqlens": query_cu_seqlens}
-    out = _SinkAttention.apply(q, k, v, sinks, options)
+    out = _SinkAttention.apply(query, key, value, sinks, options)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -60,8 +59,8 @@ def with_sinks(
         lse: [B, N, Sq].
         sinks: [N].
     """
-    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
-    return (out * (lse - whole).exp()[..., None]).to(out.dtype), whole
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+    return (out * (lse - with_sink).exp()[..., None]).to(out.dtype), with_sink
 
 
 def sinks_gradient(
@@ -75,20 +74,20 @@ def sinks_gradient(
         sinks: [N].
     """
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    found = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(share * found).sum((0, 2)).to(sinks.dtype)
+    product = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(share * product).sum((0, 2)).to(sinks.dtype)
 
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, options: dict[str, Any]):
-        out, lse = with_sinks(*attention_with_lse(q, k, v, **options), sinks)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+    def forward(ctx, query, key, value, sinks, options: dict[str, Any]):
+        out, lse = with_sinks(*attention_with_lse(query, key, value, **options), sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        gradients = attention_backward(dout, q, k, v, out, lse, **ctx.options)
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        gradients = attention_backward(dout, query, key, value, out, lse, **ctx.options)
         return *gradients, sinks_gradient(dout, out, lse, sinks), None

@@ -61,7 +61,7 @@ def last_queries_mask(
 
     Args:
         query_starts, key_starts: [B, D + 1] int32, as in `AttentionCall`.
-        queries, keys: how many a row has.
+        queries, keys: the number of each in a row.
         causal, window: as there.
     """
     documents, positions = [], []

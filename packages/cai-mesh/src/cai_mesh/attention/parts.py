@@ -30,7 +30,7 @@ class MaskedParts:
         """Merge the attention to two sets of keys."""
         (out, lse), (other, other_lse) = first, second
         merged = torch.logaddexp(lse, other_lse)
-        shares = ((each - _finite(merged)).exp()[..., None] for each in (lse, other_lse))
+        shares = ((tensor - _finite(merged)).exp()[..., None] for tensor in (lse, other_lse))
         return sum(part * share for part, share in zip((out, other), shares, strict=True)), merged  # type: ignore[return-value]
 
     def backward(
@@ -48,12 +48,12 @@ class MaskedParts:
         wide = scores.dtype
         weights = (scores - _finite(lse)[..., None]).exp()
         dout = dout.to(wide)
-        keys, values = (_of_queries(each, query, wide) for each in (key, value))
+        keys, values = (_of_queries(tensor, query, wide) for tensor in (key, value))
         dweights = dout @ values.transpose(-1, -2)
         dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True)) * slope * call.scale
         dquery = dscores @ keys
         dkey, dvalue = dscores.transpose(-1, -2) @ query.to(wide), weights.transpose(-1, -2) @ dout
-        dkey, dvalue = (each.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for each in (dkey, dvalue))
+        dkey, dvalue = (grad.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for grad in (dkey, dvalue))
         return dquery.to(query.dtype), dkey, dvalue
 
 

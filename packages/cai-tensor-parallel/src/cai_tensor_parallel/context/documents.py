@@ -106,12 +106,13 @@ def cut_of(row_cut: Cut, starts: torch.Tensor | None, length: int, batch: int = 
 
     Args:
         row_cut: the ranks.
-        starts: where documents begin and rows end, [B, D + 1]; None: a row is one document.
+        starts: the beginnings of documents and ends of rows, [B, D + 1]; None: a row is one document.
         length: the tokens of a row.
         batch: the dim of the rows of all tensors.
     """
-    whole = starts is None or row_cut.ranks == 1  # one rank has rows as they are
-    return row_cut if whole else DocumentCut(row_cut, starts, length, batch)
+    if starts is None or row_cut.ranks == 1:  # one rank has rows as they are
+        return row_cut
+    return DocumentCut(row_cut, starts, length, batch)
 
 
 def _inverse(places: torch.Tensor, length: int) -> torch.Tensor:
@@ -159,6 +160,6 @@ class _Taken(torch.autograd.Function):
     def backward(ctx, gradient):
         (inverse,) = ctx.saved_tensors
         dim, batch = ctx.dims
-        taken = gradient.gather(dim, _wide(inverse.clamp_min(0), gradient, dim, batch))
-        nowhere = _wide(inverse < 0, taken, dim, batch)
-        return taken.masked_fill(nowhere, 0), None, None, None, None
+        of_rows = gradient.gather(dim, _wide(inverse.clamp_min(0), gradient, dim, batch))
+        nowhere = _wide(inverse < 0, of_rows, dim, batch)
+        return of_rows.masked_fill(nowhere, 0), None, None, None, None

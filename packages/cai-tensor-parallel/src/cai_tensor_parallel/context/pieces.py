@@ -81,7 +81,7 @@ def _causal(
     value: torch.Tensor,
     call: AttentionCall,
 ) -> torch.Tensor:
-    """Of each document the last query stands at the last of its keys."""
+    """Attend in rows of documents: the last query of each stands at the last of its keys."""
     keys, values = (documents.keys_seen(rows, number) for rows in (key, value))
     starts, query_starts = documents.key_starts(number), documents.piece_starts(number)
     return rule(query, keys, values, replace(call, cu_seqlens=starts, query_cu_seqlens=query_starts))

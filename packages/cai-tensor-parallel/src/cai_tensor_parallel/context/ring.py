@@ -82,21 +82,21 @@ class Ring:
         return [(block, self._call(block, source)) for block in blocks]
 
     def source(self, step: int) -> int:
-        """Return the rank whose keys are here in a round."""
+        """Return the rank whose keys are passing in a round."""
         return (self.ranks.rank - step) % self.ranks.size
 
     @cached_property
     def _documents(self) -> DocumentCut:
         assert self.call.cu_seqlens is not None
-        cut = Cut(self.ranks.size, self.ranks.rank)
-        return DocumentCut(cut, self.call.cu_seqlens, self.length * self.ranks.size)
+        row_cut = Cut(self.ranks.size, self.ranks.rank)
+        return DocumentCut(row_cut, self.call.cu_seqlens, self.length * self.ranks.size)
 
     def _call(self, block: Block, source: int) -> AttentionCall:
         if self.call.cu_seqlens is None:
             return replace(self.call, causal=block.causal)
-        cut = self._documents.row_cut
+        row_cut = self._documents.row_cut
         query_starts, key_starts = (
-            self._documents.piece_starts(cut.pieces_of(rank)[halves[0]])
+            self._documents.piece_starts(row_cut.pieces_of(rank)[halves[0]])
             for rank, halves in ((self.ranks.rank, block.queries), (source, block.keys))
         )
         return replace(self.call, causal=block.causal, cu_seqlens=key_starts, query_cu_seqlens=query_starts)
@@ -177,20 +177,20 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a rank's queries find, and the log-sum-exp of their scores."""
     ring = _ring(query, cu_seqlens, group, size, rank, parts, scale, causal, softcap)
-    found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
-    here = torch.stack((key, value))
+    results: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
+    passing = torch.stack((key, value))
     for step in range(size):
-        coming = start_shift(here, ring.ranks) if step + 1 < size else None
+        coming = start_shift(passing, ring.ranks) if step + 1 < size else None
         for block, call in ring.blocks(ring.source(step)):
-            keys, values = _of(here[0], block.keys), _of(here[1], block.keys)
+            keys, values = _of(passing[0], block.keys), _of(passing[1], block.keys)
             out, lse = ring.parts.forward(_of(query, block.queries), keys, values, call)
-            shares = zip(*(each.chunk(len(block.queries), 2) for each in (out, lse)), strict=True)
+            shares = zip(*(tensor.chunk(len(block.queries), 2) for tensor in (out, lse)), strict=True)
             for half, share in zip(block.queries, shares, strict=True):
-                before = found[half]
-                found[half] = share if before is None else ring.parts.merge(before, share)
+                before = results[half]
+                results[half] = share if before is None else ring.parts.merge(before, share)
         if coming is not None:
-            here = coming.wait()
-    out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, found), strict=True))
+            passing = coming.wait()
+    out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, results), strict=True))
     if sinks is not None:
         nothing = torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse).contiguous()
         out, lse = ring.parts.merge((out, lse), nothing)
@@ -199,7 +199,7 @@ def _attend(
 
 def _empty_gradients(dout: Any, query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, ...]:
     return tuple(
-        torch.empty_like(each, memory_format=torch.contiguous_format) for each in (query, key, value)
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)
     )
 
 
@@ -222,18 +222,17 @@ def _differentiate(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of a rank's queries, keys and values; those of keys travel with them, and come home."""
     ring = _ring(query, cu_seqlens, group, size, rank, parts, scale, causal, softcap)
-    here, wide = torch.stack((key, value)), lse.dtype
+    passing, wide = torch.stack((key, value)), lse.dtype
     dquery = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
     leaving = None
     for step in range(size):
-        coming = start_shift(here, ring.ranks) if step + 1 < size else None
-        gradients = torch.zeros_like(here, dtype=wide)
+        coming = start_shift(passing, ring.ranks) if step + 1 < size else None
+        gradients = torch.zeros_like(passing, dtype=wide)
         for block, call in ring.blocks(ring.source(step)):
-            there = (_of(each, block.queries) for each in (dout, query))
-            keys = (_of(each, block.keys) for each in here)
-            asked, queries = there
-            found = (_of(each, block.queries) for each in (out, lse))
-            share, *of_keys = ring.parts.backward(asked, queries, *keys, *found, call)
+            of_queries = (_of(tensor, block.queries) for tensor in (dout, query))
+            keys = (_of(tensor, block.keys) for tensor in passing)
+            results = (_of(tensor, block.queries) for tensor in (out, lse))
+            share, *of_keys = ring.parts.backward(*of_queries, *keys, *results, call)
             _of(dquery, block.queries).add_(share)
             for total, gradient in zip(gradients, of_keys, strict=True):
                 _of(total, block.keys).add_(gradient)
@@ -241,7 +240,7 @@ def _differentiate(
             gradients = gradients + leaving.wait()
         leaving = start_shift(gradients, ring.ranks)
         if coming is not None:
-            here = coming.wait()
+            passing = coming.wait()
     assert leaving is not None
     dkey, dvalue = leaving.wait()
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
@@ -258,8 +257,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         query, key, value, sinks, cu_seqlens, out, lse = ctx.saved_tensors
-        found = query, key, value, out, lse
-        gradients = _differentiate(dout, *found, cu_seqlens, *ctx.options, *ctx.scores)
+        gradients = _differentiate(dout, query, key, value, out, lse, cu_seqlens, *ctx.options, *ctx.scores)
         dsinks = None if sinks is None else _sinks_gradient(dout, out, lse, sinks)
         return *gradients, dsinks, None, None, None
 
