@@ -122,27 +122,26 @@ def over_ranks(kind: str, name: str, mode: str, world: int):
     return float(loss), gradients
 
 
-def over_ranks_each(cases, mode: str, world: int):
-    return {case: over_ranks(*case, mode, world) for case in cases}
+def over_ranks_each(cases, world: int):
+    return {(mode, *case): over_ranks(*case, mode, world) for mode in MODES for case in cases}
 
 
+MODES = ("gather", "ulysses", "ring")
 FEWER = [(kind, "documents") for kind in KINDS] + [("llama", "rows"), ("gemma2", "padding")]
 
 
 @pytest.mark.parametrize("cases", [FEWER, pytest.param(None, marks=pytest.mark.matrix)], ids=["some", "all"])
-@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_equals_one_process(world, mode, cases):
+def test_equals_one_process(world, cases):
     cases = cases or [(kind, name) for kind in KINDS for name in BATCHES]
-    results = run_ranks(world, over_ranks_each, cases, mode, world, timeout=240)[0]
-    for case in cases:
+    results = run_ranks(world, over_ranks_each, cases, world, timeout=600)[0]
+    for (mode, *case), (got, found) in results.items():
         loss, gradients = twin(*case)
-        got, found = results[case]
-        assert got == pytest.approx(loss, rel=1e-9 if case[0] == "gpt2" else 1e-6), case
+        assert got == pytest.approx(loss, rel=1e-9 if case[0] == "gpt2" else 1e-6), (mode, case)
         assert set(found) == set(gradients)
         largest = max(float(gradient.abs().max()) for gradient in gradients.values())
         for key, gradient in gradients.items():
-            assert torch.allclose(found[key], gradient, rtol=0, atol=1e-6 * largest), (case, key)
+            assert torch.allclose(found[key], gradient, rtol=0, atol=1e-6 * largest), (mode, case, key)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

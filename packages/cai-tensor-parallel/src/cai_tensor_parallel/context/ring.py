@@ -177,7 +177,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a rank's queries find, and the log-sum-exp of their scores."""
     ring = _ring(query, cu_seqlens, group, size, rank, parts, scale, causal, softcap)
-    results: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
+    merged: list[tuple[torch.Tensor, torch.Tensor] | None] = [None, None]
     passing = torch.stack((key, value))
     for step in range(size):
         coming = start_shift(passing, ring.ranks) if step + 1 < size else None
@@ -186,11 +186,11 @@ def _attend(
             out, lse = ring.parts.forward(_of(query, block.queries), keys, values, call)
             shares = zip(*(tensor.chunk(len(block.queries), 2) for tensor in (out, lse)), strict=True)
             for half, share in zip(block.queries, shares, strict=True):
-                before = results[half]
-                results[half] = share if before is None else ring.parts.merge(before, share)
+                before = merged[half]
+                merged[half] = share if before is None else ring.parts.merge(before, share)
         if coming is not None:
             passing = coming.wait()
-    out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, results), strict=True))
+    out, lse = (torch.cat(halves, 2) for halves in zip(*filter(None, merged), strict=True))
     if sinks is not None:
         nothing = torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse).contiguous()
         out, lse = ring.parts.merge((out, lse), nothing)
@@ -231,8 +231,8 @@ def _differentiate(
         for block, call in ring.blocks(ring.source(step)):
             of_queries = (_of(tensor, block.queries) for tensor in (dout, query))
             keys = (_of(tensor, block.keys) for tensor in passing)
-            results = (_of(tensor, block.queries) for tensor in (out, lse))
-            share, *of_keys = ring.parts.backward(*of_queries, *keys, *results, call)
+            of_forward = (_of(tensor, block.queries) for tensor in (out, lse))
+            share, *of_keys = ring.parts.backward(*of_queries, *keys, *of_forward, call)
             _of(dquery, block.queries).add_(share)
             for total, gradient in zip(gradients, of_keys, strict=True):
                 _of(total, block.keys).add_(gradient)
