@@ -82,8 +82,8 @@ WRONG = {
         "did you mean 'parallel.tensor.size'?",
     ),
     "axis": (
-        ["train", "llama-tiny", "--parallel.context.size", "2"],
-        "unknown config key 'parallel.context.size'",
+        ["train", "llama-tiny", "--parallel.sequence.size", "2"],
+        "unknown config key 'parallel.sequence.size'",
     ),
     "option": (["generate", "somewhere", "--promt", "x"], "did you mean 'prompt'?"),
     "value": (["train", "llama-tiny", "--train.steps", "many"], "train.steps has a value of the wrong type"),
