@@ -127,7 +127,7 @@ def check_context(config: RunConfig) -> None:
             "rows over ranks, whose samples a grid of tensor-parallel ranks would cut as well",
             got=f'parallel.context.size = {size}, parallel.tensor.mode = "{tensor.mode}"',
             expected='parallel.tensor.mode = "1d"',
-            fix="set one of them so; the ranks of a context save memory of activations as a grid does",
+            fix='set parallel.tensor.mode to "1d", or parallel.context.size to 1',
         )
 
 

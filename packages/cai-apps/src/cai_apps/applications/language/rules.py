@@ -192,7 +192,8 @@ def check_model(config: Config, model: Any) -> None:
             fix="choose one of these sizes or a model with more attention heads",
         )
     context = config.parallel.context
-    if context.mode == "ulysses" and isinstance(heads, int) and heads % (tensor * context.size):
+    divides = not isinstance(heads, int) or heads % (tensor * context.size) == 0
+    if context.size > 1 and context.mode == "ulysses" and not divides:
         raise ConfigError(
             f"{heads} attention heads do not divide over the ranks of a context",
             got=f'parallel.context = {{ size = {context.size}, mode = "ulysses" }}, tensor-parallel ranks: {tensor}',
