@@ -96,16 +96,25 @@ def train_experts(name: str, stage: int, ep: int, tensor: int):
     return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
-def train_each(name: str):
+SPREADS = list(itertools.product((0, 1, 2, 3), (2, 4), (1, 2)))
+"""Stages of ZeRO, ranks of experts, tensor ranks."""
+
+
+def train_each(name: str, cases):
     """All in one start of ranks."""
-    cases = itertools.product((0, 1, 2, 3), (2, 4), (1, 2))
-    return [train_experts(name, stage, ep, tensor) for stage, ep, tensor in cases]
+    return [train_experts(name, *case) for case in cases]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(twin.EXPERTS))
 def test_spread_experts_equal_one_process(name: str):
-    for results in zip(*run_ranks(4, train_each, name), strict=True):
+    for results in zip(*run_ranks(4, train_each, name, SPREADS, timeout=500), strict=True):
         twin.assert_equals_one_process(name, list(results))
+
+
+def test_some_spread_experts_equal_one_process():
+    for results in zip(*run_ranks(4, train_each, "mixtral", [(1, 2, 2), (3, 4, 1)]), strict=True):
+        twin.assert_equals_one_process("mixtral", list(results))
 
 
 def train_context(name: str, stage: int, mode: str, tensor: int):
@@ -141,13 +150,25 @@ def train_context(name: str, stage: int, mode: str, tensor: int):
     return losses, norms, twin.full({n: BoxedTensor.from_param(p) for n, p in model.named_parameters()})
 
 
-def contexts():
+CONTEXTS = list(itertools.product(twin.IN_FLOAT64, (0, 1, 2, 3), ("gather", "ulysses"), (1, 2)))
+"""Models, stages of ZeRO, modes, tensor ranks."""
+
+
+def contexts(cases):
     """All in one start of ranks."""
-    cases = itertools.product(twin.IN_FLOAT64, (0, 1, 2, 3), ("gather", "ulysses"), (1, 2))
     return {case: train_context(*case) for case in cases}
 
 
+@pytest.mark.matrix
 def test_rows_over_ranks_equal_one_process():
-    for results in run_ranks(4, contexts, timeout=300):
+    assert_rows_over_ranks(CONTEXTS)
+
+
+def test_some_rows_over_ranks_equal_one_process():
+    assert_rows_over_ranks([CONTEXTS[0], CONTEXTS[-1]])
+
+
+def assert_rows_over_ranks(cases):
+    for results in run_ranks(4, contexts, cases, timeout=600):
         for (name, *_), run in results.items():
             twin.assert_equals_one_process(name, [run])

@@ -8,11 +8,11 @@ from layouts import Case, full, model_config, parameters_of, run_config, train_s
 from transformers import AutoModelForCausalLM
 
 from cai_apps import recipes
-from cai_apps.applications.language.generate import _opened
 from cai_apps.applications.language.task import LANGUAGE, workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.models import meta_model
+from cai_apps.compose.pretrained import open_pretrained
 from cai_apps.planner.activations import saved_bytes
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -62,7 +62,7 @@ def test_float64_is_planned_as_four_times_bfloat16():
 
 def test_an_export_in_float64_writes(tmp_path):
     AutoModelForCausalLM.from_config(usual_config()).double().save_pretrained(tmp_path)
-    model = _opened(tmp_path)
+    model = open_pretrained(tmp_path)
     assert model.dtype == torch.float64
     assert model(input_ids=torch.arange(5)[None]).logits.dtype == torch.float64
 

@@ -14,7 +14,7 @@ from layouts import VOCAB, Case, adamw, batch, full, parameters_of, rate, run_co
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
-from cai_apps.applications.language.generate import Drawing, _model, continued, place_of
+from cai_apps.applications.language.generate import _model, continued, place_of
 from cai_apps.applications.language.rules import check_base
 from cai_apps.applications.language.task import LanguageTask, export_hf, workload
 from cai_apps.compose.apply import apply
@@ -22,6 +22,7 @@ from cai_apps.compose.models import load_model_config, pretrained_directory
 from cai_apps.compose.quantized_base import bytes_saved, check_quantized
 from cai_apps.config.sections import Memory, Parallel, Precision, Tensor
 from cai_apps.data.tokenizer import load_tokenizer, train_tokenizer
+from cai_apps.engine import Sampling
 from cai_mesh.errors import ConfigError
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
@@ -255,6 +256,6 @@ def test_what_generates_has_the_same_numbers(kind, adapted, home, tmp_path):
         got = _model(place, torch.device("cpu"))(input_ids=ids).logits
         torch.testing.assert_close(got, expected.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
     tokenizer = load_tokenizer(home / "tokenizer")
-    text = continued(place, tokenizer, ids[0, :8].tolist(), Drawing(8, 0.0))
+    text = continued(place, tokenizer, ids[0, :8].tolist(), Sampling(max_tokens=8, temperature=0))
     drawn = expected.generate(input_ids=ids[:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert text == tokenizer.decode(drawn[0], skip_special_tokens=True)

@@ -149,6 +149,24 @@ def check_reads_prefixes(model: PreTrainedModel, name: str) -> None:
         )
 
 
+def check_continues(model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError where a model of this kind cannot go on from keys and values of tokens before.
+
+    Args:
+        model: a model on the meta device, as transformers makes it.
+        name: the name of its config.
+    """
+    otherwise = "generate with transformers' own generate"
+    moved = _tried(model, name, PREFIX_ROWS, otherwise)
+    if moved > APART:
+        raise ConfigError(
+            f"{name} cannot go on from keys and values in a cache alone",
+            got=f"a small {type(model).__name__}, whose logits differ by {moved:.1e} from those of whole texts",
+            cause="a part of it sees more than attention shows it: a state, a convolution, positions that it counts",
+            fix=otherwise,
+        )
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Rows of 12 tokens on which a model is tried.

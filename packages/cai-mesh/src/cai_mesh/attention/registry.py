@@ -7,9 +7,10 @@ in every forward. What a mask would say is in the arguments of the call.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +59,34 @@ def route_attention(model: nn.Module, rule: AttentionRule, *, window: bool | Non
         setattr(layer, RULE, rule)
         layer.config._attn_implementation = NAME  # type: ignore[union-attr]
     return list(layers)
+
+
+@contextlib.contextmanager
+def attention_replaced(model: nn.Module, rule_of: Callable[[str], AttentionRule]) -> Iterator[None]:
+    """Inside, the attention layers of a model compute by other rules; afterwards by theirs again, also on an error.
+
+    Args:
+        model: as in `route_attention`.
+        rule_of: the rule of a layer, by the layer's name in the model.
+
+    Raises:
+        PlanError: as `route_attention`.
+    """
+    layers = dict(attention_layers(model))
+    before = [
+        (layer, layer.__dict__.get(RULE), layer.config._attn_implementation) for layer in layers.values()
+    ]  # type: ignore[union-attr]
+    try:
+        route_attention(model, masked_attention)
+        for name, layer in layers.items():
+            setattr(layer, RULE, rule_of(name))
+        yield
+    finally:
+        for layer, rule, implementation in before:
+            layer.__dict__.pop(RULE, None)
+            if rule is not None:
+                setattr(layer, RULE, rule)
+            layer.config._attn_implementation = implementation  # type: ignore[union-attr]
 
 
 def attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

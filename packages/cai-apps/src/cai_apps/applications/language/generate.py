@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
 from cai_apps.compose.expert_adapters import let_adapters_compute
-from cai_apps.compose.experts_form import let_experts_compute
 from cai_apps.compose.lora import add_adapters, is_adapter, learned_modules, need_peft
 from cai_apps.compose.materialize import materialize
-from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory, read_model_config
+from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory
+from cai_apps.compose.pretrained import check_causal, open_pretrained
 from cai_apps.compose.quantized_base import QuantizedBase, check_quantized, codes_of
 from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
 from cai_apps.config.sections import BaseKind, LoRA
-from cai_apps.data.chat.messages import USER, Conversation, Message
+from cai_apps.data.chat.messages import SYSTEM, USER, Conversation, Message
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.content import digest_of_weights
 from cai_apps.data.prepare import check_ids
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
+from cai_apps.engine import LLM, Answer, EngineOptions, Sampling
+from cai_apps.engine.text import AnswerText
 from cai_kernels import QuantizedKind
-from cai_mesh.errors import CheckpointError, ConfigError
-from cai_mesh.files import check_weights, weight_files
+from cai_mesh.errors import CheckpointError, ConfigError, PlanError
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerFast
 
-COLDEST = 1e-3
-"""Logits are divided by a temperature; by less they would leave the range of their dtype."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """The way in which tokens are drawn.
-
-    Args:
-        tokens: the most that are drawn.
-        temperature: 0 always takes the likeliest.
-        seed: the seed of what is drawn.
-    """
-
-    tokens: int = 64
-    temperature: float = 0.8
-    seed: int = 0
+ONE = EngineOptions(requests=1)
+"""The engine of a single prompt, which takes no more memory than that fills."""
+SAMPLING = Sampling(temperature=0.8, seed=0)
 
 
 @dataclass(frozen=True)
@@ -115,11 +103,12 @@ def place_of(
 def generate(
     directory: Path,
     prompt: str = "def ",
-    drawing: Drawing = Drawing(),
+    sampling: Sampling = SAMPLING,
     *,
     adapter: Path | None = None,
     special_tokens: SpecialTokens = "text",
     chat: bool = False,
+    system: str | None = None,
     cache: str = Data().cache,
     base: BaseKind = "compute",
 ) -> str:
@@ -131,10 +120,11 @@ def generate(
     Args:
         directory: an export, another HF model directory, or a folder of peft with an adapter.
         prompt: the text to go on with; with `chat` a user's message, which the tokenizer's template writes.
-        drawing: the way in which tokens are drawn.
+        sampling: options by which tokens are chosen.
         adapter: a folder of peft with an adapter for the model.
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
+        system: with `chat` the system's message before it.
         cache: the directory in which the digest of an adapter's base is kept.
         base: the form of the linear layers of the model's blocks: "nf4" and "int8" as training has them.
 
@@ -148,52 +138,120 @@ def generate(
     tokenizer = load_tokenizer(place.tokenizer)
     if not chat:
         ids = prompt_ids(tokenizer, prompt, special_tokens)
-        return continued(place, tokenizer, ids if prompt else [], drawing)
-    conversation = Conversation((Message(USER, prompt),))
+        return continued(place, tokenizer, ids if prompt else [], sampling)
+    before = () if system is None else (Message(SYSTEM, system),)
+    conversation = Conversation((*before, Message(USER, prompt)))
     ids = Renderer(tokenizer, load_template(tokenizer, None)).question(conversation)
-    return continued(place, tokenizer, ids, drawing, only_new=True)
+    return continued(place, tokenizer, ids, sampling, only_new=True)
 
 
 def continued(
     place: Place,
     tokenizer: PreTrainedTokenizerFast,
     prompt: Sequence[int],
-    drawing: Drawing,
+    sampling: Sampling,
     *,
     only_new: bool = False,
 ) -> str:
-    """Return the text of a prompt's ids and those drawn after them, or of the latter alone; errors as `generate`."""
-    if 0 < drawing.temperature < COLDEST:
-        raise ConfigError(
-            "the temperature is too small", got=drawing.temperature, expected=f"0, or at least {COLDEST}"
-        )
-    if not prompt:
-        raise ConfigError("the prompt is empty", expected="text of one token at least")
-    ids, length = torch.tensor([prompt]), len(prompt)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _model(place, device)
-    check_ids(ids.numpy(), model.get_input_embeddings().num_embeddings)
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < length + drawing.tokens:
-        raise ConfigError(
-            "the prompt and its continuation are longer than the model's positions",
-            got=f"{length} + {drawing.tokens} tokens",
-            expected=f"at most {limit} (max_position_embeddings)",
-        )
-    model, ids = model.to(device).eval(), ids.to(device)
-    warm = drawing.temperature > 0
-    sampling = {"do_sample": True, "temperature": drawing.temperature} if warm else {"do_sample": False}
-    torch.manual_seed(drawing.seed)
-    with torch.inference_mode():
-        if not model(input_ids=ids).logits.isfinite().all():
+    """Return the text of a prompt's ids and those chosen after them, or of the latter alone; errors as `generate`."""
+    writer = Writer(place, tokenizer, ONE)
+    writer.check(prompt, sampling)
+    (answer,) = writer.answers([prompt], sampling)
+    if only_new:
+        return answer.text
+    return str(tokenizer.decode(list(prompt), skip_special_tokens=True)) + answer.text
+
+
+class Writer:
+    """The model of a place, ready to write: by the engine, or by transformers where the engine refuses its kind.
+
+    Args:
+        place: the directories of the model.
+        tokenizer: the tokenizer.
+        options: the size of the engine.
+
+    Attributes:
+        place, tokenizer: as given.
+        device, model: the model, in evaluation, and its device.
+        llm: the engine; None where it refuses this kind of model.
+        refusal: its reason.
+    """
+
+    def __init__(self, place: Place, tokenizer: PreTrainedTokenizerFast, options: EngineOptions):
+        self.place, self.tokenizer = place, tokenizer
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = _model(place, self.device).to(self.device).eval()
+        self.llm: LLM | None = None
+        self.refusal = ""
+        try:
+            self.llm = LLM(self.model, tokenizer, options=options)
+        except (ConfigError, PlanError) as error:
+            self.refusal = error.what
+
+    @classmethod
+    def of(cls, place: Place) -> Writer:
+        """Return the model of a place for one prompt at a time, with the tokenizer of the place."""
+        return cls(place, load_tokenizer(place.tokenizer), ONE)
+
+    def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+        """Return what is written after prompts of ids, the first of `n` answers to each."""
+        if self.llm is not None:
+            return [output.answers[0] for output in self.llm.generate(prompts, sampling)]
+        return [self._plain(prompt, sampling) for prompt in prompts]
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
+        """Yield the text of an answer while it is written; of a model that transformers computes, all at once."""
+        if self.llm is None:
+            yield self._plain(prompt, sampling).text
+            return
+        for piece in self.llm.stream(prompt, sampling):
+            yield piece.text
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raise an error of `generate` where a prompt cannot be continued, or the model predicts nothing finite."""
+        if not prompt:
+            raise ConfigError("the prompt is empty", expected="text of one token at least")
+        check_ids(np.asarray(prompt), self.model.get_input_embeddings().num_embeddings)
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < len(prompt) + sampling.max_tokens:
+            raise ConfigError(
+                "the prompt and its continuation are longer than the model's positions",
+                got=f"{len(prompt)} + {sampling.max_tokens} tokens",
+                expected=f"at most {limit} (max_position_embeddings)",
+            )
+        with torch.inference_mode():
+            logits = self.model(input_ids=torch.tensor([prompt], device=self.device)).logits
+        if not logits.isfinite().all():
             raise CheckpointError(
-                f"what the model of {place.adapter or place.model} predicts is not finite",
+                f"what the model of {self.place.adapter or self.place.model} predicts is not finite",
                 cause="its weights are damaged, or it was trained too fast",
                 fix="export an earlier checkpoint",
             )
-        options = {"max_new_tokens": drawing.tokens, "pad_token_id": tokenizer.eos_token_id, **sampling}
-        ids = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-    return str(tokenizer.decode(ids[0, length if only_new else 0 :], skip_special_tokens=True))
+
+    def _plain(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
+        """Return what transformers writes after a prompt."""
+        ids = torch.tensor([prompt], device=self.device)
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        if options["do_sample"]:
+            options |= {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        torch.manual_seed(sampling.seed or 0)
+        with torch.inference_mode():
+            written = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=sampling.max_tokens,
+                pad_token_id=self.tokenizer.eos_token_id,
+                repetition_penalty=sampling.repetition_penalty,
+                stop_strings=list(sampling.stop) or None,
+                tokenizer=self.tokenizer,
+                **options,
+            )
+        answer = written[0, len(prompt) :].tolist()
+        text = AnswerText(self.tokenizer, prompt, sampling.stop)
+        for token in answer:
+            text.add(token)
+        text.finish()
+        return Answer(tuple(answer), text.text, "length" if len(answer) == sampling.max_tokens else "stop")
 
 
 def _model(place: Place, device: torch.device) -> Any:
@@ -201,48 +259,13 @@ def _model(place: Place, device: torch.device) -> Any:
     directory, adapter = place.model, None if place.adapter is None else read_adapter(place.adapter)
     if adapter is not None:
         need_peft()
-    check_weights(directory)
-    weight_files(directory, error=ConfigError)
-    architectures = read_model_config(str(directory)).get("architectures") or ["a causal model"]
-    if str(architectures[0]).endswith("ForSequenceClassification"):
-        raise ConfigError(
-            f"{directory} holds a model that judges texts and writes none",
-            got=str(architectures[0]),
-            expected="a causal language model",
-            fix="open it by AutoModelForSequenceClassification of transformers",
-        )
+    check_causal(directory)
     if place.base != "compute":
         return _quantized(place, place.base, adapter, device)
-    model = _opened(directory)
+    model = open_pretrained(directory)
     if adapter is not None:
         _adapt(model, adapter, place)
         load_adapter(model, adapter.directory)
-    return model
-
-
-def _opened(directory: Path) -> Any:
-    """The model of a directory as transformers opens it."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(
-            f"{directory} holds no causal language model, or the weights of another one",
-            cause=(str(error).splitlines() or [""])[0],
-            fix="check that config.json is the one these weights were made with",
-        ) from None
-    model, loaded = read
-    let_experts_compute(model, model.dtype)
-    if missing := sorted(loaded["missing_keys"]):
-        raise CheckpointError(
-            f"{directory} lacks weights of its model",
-            got=", ".join(missing[:5]),
-            cause="they would be random numbers",
-            fix="export or download it again",
-        )
     return model
 
 

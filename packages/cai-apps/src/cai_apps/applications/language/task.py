@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from cai_apps.applications.language.base import base_name, is_base, weights_directory
 from cai_apps.applications.language.config import Config
-from cai_apps.applications.language.generate import Drawing, continued, generate, place_of
+from cai_apps.applications.language.generate import SAMPLING, continued, generate, place_of
 from cai_apps.applications.language.model import (
     Maker,
     build,
@@ -332,15 +333,15 @@ def _sample_or_reason(job: Job) -> str:
 
 def _sample(job: Job) -> str:
     """Text of the exported model; of conversations, what it answers where the first of them is answered."""
-    drawing = Drawing(job.config.log.sample_tokens)
+    sampling = replace(SAMPLING, max_tokens=job.config.log.sample_tokens)
     if job.config.data.format == "text":
         return generate(
-            job.run.export, drawing=drawing, cache=job.config.data.cache, base=job.config.lora.base
+            job.run.export, sampling=sampling, cache=job.config.data.cache, base=job.config.lora.base
         )
     documents: Documents = job.task.documents(job.prepared)  # type: ignore[attr-defined]
     prompt = documents.ids(0)[: int(documents.trained(0).argmax())].tolist()
     place = place_of(job.run.export, cache=job.config.data.cache, base=job.config.lora.base)
-    return continued(place, load_tokenizer(place.tokenizer), prompt, drawing)
+    return continued(place, load_tokenizer(place.tokenizer), prompt, sampling)
 
 
 def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None]:

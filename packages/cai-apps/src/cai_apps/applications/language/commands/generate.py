@@ -1,23 +1,27 @@
-"""cai generate DIR [--adapter DIR] --prompt TEXT"""
+"""cai generate DIR [--adapter DIR] --prompt TEXT | --prompts FILE | --chat"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from cai_apps.config import file as config_file
 from cai_apps.config.arguments import parse
-from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED
+from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED, Range
 from cai_apps.config.sections import BaseKind
 from cai_apps.run.files.directory import RunDirectory
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cai_apps.engine import Sampling
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Continue a prompt, or answer a message, with an exported model."""
+    """Continue a prompt or a file of prompts, or chat, with an exported model."""
 
     directory: Annotated[Path, tyro.conf.Positional]
     """HF model directory, a folder of peft with an adapter, or a run directory with an export."""
@@ -26,13 +30,32 @@ class Arguments:
     base: BaseKind | None = None
     """What the linear layers of the model's blocks are kept in: 'nf4' and 'int8' take 4 and 8 bits an element. Default:
     that of the run, or the dtype of the files."""
-    prompt: str = "def "
+    prompt: str | None = None
+    """A text to go on with; 'def ' unless given."""
+    prompts: Annotated[Path | None, FILLED] = None
+    """A file of prompts, which are computed side by side: a text a line, or with the ending .jsonl a record a line,
+    {"prompt": "..."} or a conversation whose next answer is wanted, in any form that training reads."""
+    output: Annotated[Path | None, FILLED] = None
+    """File of JSON lines for the answers to `prompts`, in their order; the terminal unless given."""
     chat: bool = False
-    """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed."""
+    """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed.
+    Without a prompt, a chat in the terminal."""
+    system: str | None = None
+    """The system's message, before the user's first one."""
     tokens: Annotated[int, COUNT] = 64
-    """Length of the continuation."""
+    """Length of the continuation at most."""
     temperature: Annotated[float, NATURAL] = 0.8
     """0: always the likeliest token."""
+    top_k: Annotated[int, Range(least=0)] = 0
+    """So many of the likeliest tokens may be chosen; 0: all."""
+    top_p: Annotated[float, Range(least=0, most=1)] = 1.0
+    """The likeliest tokens that hold this probability together may be chosen."""
+    min_p: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Tokens of this share of the largest probability, or more, may be chosen."""
+    repetition_penalty: Annotated[float, Range(above=0)] = 1.0
+    """Divides the logits of tokens that are there already."""
+    stop: tuple[str, ...] = ()
+    """Texts at which an answer ends."""
     seed: Annotated[int, SEED] = 0
     special_tokens: Literal["text", "parse"] = "text"
     """Control tokens written in the prompt, such as </s>: 'text' like any other, or 'parse' them."""
@@ -40,14 +63,62 @@ class Arguments:
 
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="generate")
-    from cai_apps.applications.language.generate import Drawing, generate
+    _check(options)
+    from cai_apps.applications.language.generate import Writer, generate, place_of
 
     run_directory, base = RunDirectory(options.directory), options.base
     directory = options.directory
     if run_directory.config_file.is_file():
         directory = run_directory.export
         base = base or config_file.parse(run_directory.config_file).get("lora", {}).get("base")
-    drawing = Drawing(options.tokens, options.temperature, options.seed)
-    how = {"special_tokens": options.special_tokens, "chat": options.chat, "base": base or "compute"}
-    print(generate(directory, options.prompt, drawing, adapter=options.adapter, **how))
+    sampling = _sampling(options)
+    if options.prompt is not None or (options.prompts is None and not options.chat):
+        print(
+            generate(
+                directory,
+                "def " if options.prompt is None else options.prompt,
+                sampling,
+                adapter=options.adapter,
+                special_tokens=options.special_tokens,
+                chat=options.chat,
+                system=options.system,
+                base=base or "compute",
+            )
+        )
+        return 0
+    from cai_apps.applications.language.conversing import converse
+    from cai_apps.applications.language.prompt_files import answer_file
+
+    place = place_of(directory, options.adapter, base=base or "compute")
+    if options.prompts is not None:
+        answer_file(place, options.prompts, options.output, sampling, options.special_tokens)
+    else:
+        converse(Writer.of(place), sampling, system=options.system)
     return 0
+
+
+def _sampling(options: Arguments) -> Sampling:
+    from cai_apps.engine import Sampling
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
+    return Sampling(max_tokens=options.tokens, **{name: getattr(options, name) for name in names})
+
+
+def _check(options: Arguments) -> None:
+    """Refuse options that do not go together."""
+    if options.prompts is not None and (options.prompt is not None or options.chat or options.system):
+        raise ConfigError(
+            "prompts of a file have none beside them",
+            got="--prompts with --prompt, --chat or --system",
+            fix="write conversations into the file, system's messages too, or leave --prompts out",
+        )
+    if options.output is not None and options.prompts is None:
+        raise ConfigError(
+            "an output is for the prompts of a file", got=f"--output {options.output}", fix="--prompts FILE"
+        )
+    if options.output is not None and options.output.exists():
+        raise ConfigError(f"{options.output} is there already", fix="name another output, or move it away")
+    if options.system is not None and not options.chat:
+        raise ConfigError(
+            "a system's message is part of a chat", got="--system without --chat", fix="add --chat"
+        )

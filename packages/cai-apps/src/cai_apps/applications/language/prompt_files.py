@@ -1,0 +1,134 @@
+"""Files of prompts: a text a line, or records of JSON with a prompt or a conversation to answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cai_apps.applications.language.generate import Place, Writer
+from cai_apps.data.chat.messages import read_conversation
+from cai_apps.data.chat.render import Renderer
+from cai_apps.data.chat.template import load_template
+from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
+from cai_apps.engine import EngineOptions, Sampling
+from cai_mesh.errors import DataError
+
+PROMPT_KEYS = ("prompt", "text")
+"""Keys of a record whose value is a text to go on with."""
+AT_ONCE = 256
+"""Prompts whose answers are written before the next ones are computed."""
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """A prompt of a file.
+
+    Args:
+        record: the line: {"prompt": text} of a text, else the record.
+        ids: its ids.
+    """
+
+    record: dict[str, Any]
+    ids: Sequence[int]
+
+
+def read_prompts(path: Path, tokenizer: Any, special_tokens: SpecialTokens = "text") -> list[FilePrompt]:
+    """Return the prompts of a file, all of them or none.
+
+    Args:
+        path: `.jsonl`, a record a line: {"prompt": text}, {"text": text} or a conversation in any form that training
+            reads, whose next answer is asked for; another ending: a text a line.
+        tokenizer: the model's.
+        special_tokens: whether control tokens in texts are text, or parsed. In conversations they are text.
+
+    Raises:
+        DataError: a line is none of these; it is named. Or the file has none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read", cause=str(error), expected="a file of texts in UTF-8"
+        ) from None
+    as_ids = _reader(tokenizer, special_tokens)
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        record = _record(line, path, number) if path.suffix == ".jsonl" else {"prompt": line}
+        try:
+            prompts.append(FilePrompt(record, as_ids(record)))
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error.what}", **_parts(error)) from None
+    if not prompts:
+        raise DataError(f"{path} has no prompt", expected="one a line")
+    return prompts
+
+
+def answer_file(
+    place: Place, path: Path, output: Path | None, sampling: Sampling, special_tokens: SpecialTokens = "text"
+) -> None:
+    """Answer the prompts of a file and write a line of JSON for each: its record, "answer" and "ending".
+
+    Args:
+        place: the directories of the model.
+        path: the file, as `read_prompts` reads it.
+        output: a file that is not there yet; None: the lines are printed.
+        sampling: options by which tokens are chosen.
+        special_tokens: as in `read_prompts`.
+    """
+    tokenizer = load_tokenizer(place.tokenizer)
+    prompts = read_prompts(path, tokenizer, special_tokens)
+    writer = Writer(place, tokenizer, EngineOptions())
+    for prompt in prompts:
+        writer.check(prompt.ids, sampling)
+    lines = output.open("w", encoding="utf-8") if output is not None else contextlib.nullcontext(sys.stdout)
+    done = 0
+    with lines as file:
+        for start in range(0, len(prompts), AT_ONCE):
+            part = prompts[start : start + AT_ONCE]
+            for prompt, answer in zip(
+                part, writer.answers([prompt.ids for prompt in part], sampling), strict=True
+            ):
+                record = prompt.record | {"answer": answer.text, "ending": answer.ending}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            done += len(part)
+            if output is not None:
+                print(f"{done} of {len(prompts)} prompts answered", file=sys.stderr)
+
+
+def _reader(tokenizer: Any, special_tokens: SpecialTokens) -> Callable[[dict[str, Any]], list[int]]:
+    """Return what makes ids of a record; the chat template is read when the first conversation is met."""
+    renderers: list[Renderer] = []
+
+    def read(record: dict[str, Any]) -> list[int]:
+        for key in PROMPT_KEYS:
+            if isinstance(record.get(key), str) and len(record.keys() & {"completion", "response"}) == 0:
+                return prompt_ids(tokenizer, record[key], special_tokens)
+        if not renderers:
+            renderers.append(Renderer(tokenizer, load_template(tokenizer, None)))
+        return renderers[0].question(read_conversation(record))
+
+    return read
+
+
+def _record(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}:{number} is no JSON", cause=str(error)) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{path}:{number} is no record", got=type(record).__name__, expected='{"prompt": "..."}'
+        )
+    return record
+
+
+def _parts(error: DataError) -> dict[str, Any]:
+    return {name: getattr(error, name) for name in ("got", "expected", "cause", "fix")}

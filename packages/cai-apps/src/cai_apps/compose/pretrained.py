@@ -1,0 +1,68 @@
+"""A causal language model of a directory, on one device, as transformers opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cai_apps.compose.experts_form import let_experts_compute
+from cai_apps.compose.models import read_model_config
+from cai_mesh.errors import CheckpointError, ConfigError
+from cai_mesh.files import check_weights, weight_files
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_causal(directory: Path) -> None:
+    """Look at the files of a directory, before anything is allocated.
+
+    Raises:
+        ConfigError: it has no weights in safetensors, or those of a model that judges texts.
+        CheckpointError: an index names files outside it, or the header of a file is not sound.
+    """
+    check_weights(directory)
+    weight_files(directory, error=ConfigError)
+    architectures = read_model_config(str(directory)).get("architectures") or ["a causal model"]
+    if str(architectures[0]).endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{directory} holds a model that judges texts and writes none",
+            got=str(architectures[0]),
+            expected="a causal language model",
+            fix="open it by AutoModelForSequenceClassification of transformers",
+        )
+
+
+def open_pretrained(directory: Path, device: torch.device | None = None) -> Any:
+    """Return the model of a directory, in the dtype of its files and in evaluation.
+
+    Args:
+        directory: a directory of Hugging Face with config and weights.
+        device: the place of its weights; None: the host.
+
+    Raises:
+        ConfigError, CheckpointError: as `check_causal`, or the directory lacks weights of its model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_causal(directory)
+    try:
+        opened: Any = AutoModelForCausalLM.from_pretrained(
+            directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{directory} holds no causal language model, or the weights of another one",
+            cause=(str(error).splitlines() or [""])[0],
+            fix="check that config.json is the one these weights were made with",
+        ) from None
+    model, report = opened
+    let_experts_compute(model, model.dtype)
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(
+            f"{directory} lacks weights of its model",
+            got=", ".join(missing[:5]),
+            cause="they would be random numbers",
+            fix="export or download it again",
+        )
+    return model.to(device).eval()

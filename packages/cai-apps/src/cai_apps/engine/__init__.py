@@ -1,0 +1,14 @@
+"""Inference over the very modules that train: blocks of keys, a schedule, sampling, and `LLM`.
+
+`blocks` says who holds which block, `schedule` what is computed next, `step` what a forward sees of it, `engine` runs
+one after another, `sampling` chooses tokens, and `llm` is what people call.
+"""
+
+from __future__ import annotations
+
+from cai_apps.engine.engine import Engine
+from cai_apps.engine.llm import LLM, Answer, Output, Piece
+from cai_apps.engine.room import EngineOptions
+from cai_apps.engine.sampling import Sampling, TokenLogprob
+
+__all__ = ["LLM", "Answer", "Engine", "EngineOptions", "Output", "Piece", "Sampling", "TokenLogprob"]

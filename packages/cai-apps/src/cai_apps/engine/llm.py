@@ -1,0 +1,317 @@
+"""`LLM`: text from a causal language model, the one that trains or one of a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from cai_apps.compose.documents import check_continues
+from cai_apps.compose.models import meta_model
+from cai_apps.compose.pretrained import open_pretrained
+from cai_apps.data.chat.messages import read_conversation
+from cai_apps.data.chat.render import Renderer
+from cai_apps.data.chat.template import load_template
+from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
+from cai_apps.engine.engine import Engine
+from cai_apps.engine.request import Ending, Request
+from cai_apps.engine.room import EngineOptions, block_count
+from cai_apps.engine.sampling import Sampling, TokenLogprob
+from cai_apps.engine.schedule import Limits
+from cai_apps.engine.text import AnswerText
+from cai_mesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Prompt = str | Sequence[int]
+"""A text, or the ids of one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written after a prompt.
+
+    Args:
+        token_ids: its ids, that of its end among them.
+        text: its text, without a text that stopped it; empty without a tokenizer.
+        ending: "stop" at an end that the model chose or a text of `stop`; "length" at `max_tokens`.
+        logprobs: a number for each token, if `Sampling.logprobs` asks for it.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    ending: Ending
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A prompt and the answers to it.
+
+    Args:
+        prompt_token_ids: the ids of the prompt.
+        answers: `Sampling.n` answers.
+        prompt_logprobs: a number for each id of the prompt but the first, if asked for.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    answers: tuple[Answer, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the first answer."""
+        return self.answers[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of the first answer."""
+        return self.answers[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the first answer."""
+        return self.answers[0].logprobs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of an answer while it is written.
+
+    Args:
+        prompt: the number of the prompt among those that were asked.
+        answer: the number of the answer to it.
+        token_id: the token.
+        text: text that is certain with it; may be of tokens before, or empty.
+        ending: the reason if the answer ended with it; None: it goes on.
+    """
+
+    prompt: int
+    answer: int
+    token_id: int
+    text: str
+    ending: Ending | None = None
+
+
+class LLM:
+    """A causal language model that answers many prompts side by side.
+
+    The model is the very module that trains, or one read from a directory: any of transformers whose attention layers
+    look their attention up in its registry, and in which nothing else looks along a row. Keys and values are kept in
+    blocks that requests share where they begin alike.
+
+    Args:
+        model: a directory of Hugging Face with weights, or a module. A module is used where it is, in its dtype, and
+            trains on afterwards as though nothing had been.
+        tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
+        options: the size of the engine.
+
+    Raises:
+        ConfigError: there is no such directory, or no room, or a model of this kind cannot go on from keys in a cache.
+        CheckpointError: the directory lacks weights.
+        PlanError: the model's attention cannot be exchanged.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        tokenizer: str | Path | PreTrainedTokenizerFast | None = None,
+        *,
+        options: EngineOptions = EngineOptions(),
+    ):
+        self._is_live = isinstance(model, nn.Module)
+        if not isinstance(model, nn.Module):
+            tokenizer = model if tokenizer is None else tokenizer
+            model = open_pretrained(Path(model), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model = model
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        config: Any = model.config
+        plain = type(config).from_dict(config.to_dict())  # without the attention that it trains with
+        check_continues(meta_model(plain), config.model_type)
+        longest = getattr(config, "max_position_embeddings", None)
+        self.longest = longest if isinstance(longest, int) and longest > 0 else None
+        self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        with self._answering():
+            blocks = block_count(model, options, self.longest)
+        limits = Limits(options.batch_tokens, options.requests, options.block_size)
+        self.engine = Engine(model, limits, blocks, _ends(model, self.tokenizer))
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
+    ) -> list[Output]:
+        """Return the answers to prompts, in their order.
+
+        Args:
+            prompts: texts or ids; one or many.
+            sampling: options by which tokens are chosen.
+            changes: fields of `Sampling` that are others, as `max_tokens=128`.
+
+        Raises:
+            ConfigError: a prompt is empty, too long, or has ids that the model does not know.
+        """
+        requests = self._ask(self._many(prompts), replace(sampling, **changes))
+        for _ in self._run(requests):
+            pass
+        return [self._output(request) for request in requests]
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: Sampling = Sampling(),
+        **changes: Any,
+    ) -> list[Output]:
+        """Return the assistant's next message of conversations, written by the tokenizer's chat template.
+
+        Args:
+            conversations: messages {"role": ..., "content": ...} of one conversation, or of many.
+            sampling, changes: as in `generate`.
+
+        Raises:
+            DataError: the template refuses a conversation.
+        """
+        many: Any = (
+            conversations if conversations and not isinstance(conversations[0], Mapping) else [conversations]
+        )
+        return self.generate([self.question(messages) for messages in many], sampling, **changes)
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
+    ) -> Iterator[Piece]:
+        """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest."""
+        requests = self._ask(self._many(prompts), replace(sampling, **changes))
+        return self._run(requests)
+
+    def question(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of messages up to where the assistant's next answer begins."""
+        tokenizer = self._need_tokenizer("a chat is text")
+        renderer = Renderer(tokenizer, load_template(tokenizer, None))
+        return renderer.question(read_conversation({"messages": list(messages)}))
+
+    def forget(self) -> None:
+        """Forget the keys of earlier prompts, as after an update of the weights."""
+        self.engine.pool.forget()
+
+    def _many(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        return [self._ids(prompt) for prompt in ([prompts] if one else prompts)]  # type: ignore[misc,union-attr]
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return prompt_ids(self._need_tokenizer("a prompt is text"), prompt)
+        return list(prompt)
+
+    def _need_tokenizer(self, reason: str) -> PreTrainedTokenizerFast:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{reason}, and there is no tokenizer", fix="give LLM a tokenizer, or use ids alone"
+            )
+        return self.tokenizer
+
+    def _ask(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+        """Add all prompts, or none of them."""
+        for prompt in prompts:
+            self._check(prompt, sampling)
+        if self._is_live:
+            self.forget()  # weights may have been stepped since
+        seeds = [sampling.seed if sampling.seed is not None else random.getrandbits(62) for _ in prompts]
+        requests: list[Request] = []
+        try:
+            for prompt, seed in zip(prompts, seeds, strict=True):
+                requests.append(self.engine.add(prompt, sampling, seed=seed))
+        except ConfigError:
+            self._cancel(requests)
+            raise
+        return requests
+
+    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        if self.longest is not None and len(prompt) + sampling.max_tokens > self.longest:
+            raise ConfigError(
+                "the prompt and its answer are longer than the model's positions",
+                got=f"{len(prompt)} + {sampling.max_tokens} tokens",
+                expected=f"at most {self.longest} (max_position_embeddings)",
+                fix="shorten the prompt, or lower max_tokens",
+            )
+        wrong = [token for token in prompt if not 0 <= token < self._words]
+        if wrong:
+            raise ConfigError(
+                "the prompt has ids that the model does not know",
+                got=wrong[0],
+                expected=f"0 to {self._words - 1}",
+                cause="the tokenizer is another model's",
+            )
+        if sampling.stop:
+            self._need_tokenizer("a text ends the answer")
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Piece]:
+        """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled."""
+        numbers = {id(request): number for number, request in enumerate(requests)}
+        texts: dict[int, AnswerText] = {}
+        try:
+            while any(request.ending is None for request in _all(requests)):
+                with self._answering():
+                    chosen = self.engine.step()
+                for token in chosen:
+                    first = next(r for r in requests if token.request is r or token.request in r.siblings)
+                    yield self._piece(token.request, numbers[id(first)], token.token, texts)
+        finally:
+            self._cancel(_all(requests))
+
+    def _piece(self, request: Request, number: int, token: int, texts: dict[int, AnswerText]) -> Piece:
+        text = ""
+        if self.tokenizer is not None:
+            stop = request.sampling.stop
+            writer = texts.setdefault(request.number, AnswerText(self.tokenizer, request.prompt, stop))
+            writer.add(token)
+            if writer.is_stopped and request.ending in (None, "length"):
+                self.engine.end(request, "stop")
+            if request.ending is not None:
+                writer.finish()
+            text = writer.pass_on(ends=request.ending is not None)
+            request.text = writer.text
+        return Piece(number, request.index, token, text, request.ending)
+
+    def _cancel(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.cancel(request.number)
+
+    def _output(self, request: Request) -> Output:
+        answers = [
+            Answer(tuple(answer.answer), answer.text, answer.ending or "cancelled", tuple(answer.logprobs))
+            for answer in [request, *request.siblings]
+        ]
+        return Output(request.prompt, tuple(answers), tuple(request.prompt_logprobs))
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Inside, the model is in evaluation and nothing is recorded; then each module is as it was."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+def _all(requests: Sequence[Request]) -> list[Request]:
+    return [member for request in requests for member in [request, *request.siblings]]
+
+
+def _ends(model: Any, tokenizer: PreTrainedTokenizerFast | None) -> set[int]:
+    """Return the ids at which a model ends an answer: those of its generation config, or of its config."""
+    generation = getattr(model, "generation_config", None)
+    ends = getattr(generation, "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.config, "eos_token_id", None)
+    if ends is None and tokenizer is not None:
+        ends = tokenizer.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}

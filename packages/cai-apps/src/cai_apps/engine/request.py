@@ -1,0 +1,99 @@
+"""A request: a prompt, what has been chosen after it, and the blocks that have its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cai_apps.engine.blocks import ROOT, BlockPool, block_digest
+from cai_apps.engine.sampling import Sampling, TokenLogprob
+from cai_apps.engine.schedule import Demand
+
+Ending = Literal["stop", "length", "cancelled"]
+"""Why an answer ended: at an end that the model chose or a text that stops it, at its length, or by its user."""
+
+
+@dataclass
+class Request:
+    """A prompt and its answer.
+
+    Args:
+        number: the request's.
+        prompt: ids.
+        sampling: options by which its tokens are chosen.
+        seed: the seed of its noise.
+        priority: the lowest number goes first.
+        index: its number among the `n` answers to its prompt.
+
+    Attributes:
+        answer: ids that were chosen.
+        blocks: the blocks that have its keys, none while it waits.
+        computed: tokens whose keys are in them.
+        published: number of its blocks that others can find.
+        running: whether it holds blocks.
+        siblings: the other answers to its prompt, if it is the first of `n`.
+        text: the answer's, as far as it is certain.
+        logprobs, prompt_logprobs: a number for each token of the answer, and of the prompt but the first.
+        ending: the reason of its end; None: it goes on.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    priority: int = 0
+    index: int = 0
+    answer: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    published: int = 0
+    running: bool = False
+    siblings: list[Request] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    ending: Ending | None = None
+    _digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt) + len(self.answer)
+
+    def ids(self, start: int, end: int) -> Sequence[int]:
+        """Return some of its tokens."""
+        if end <= len(self.prompt):
+            return self.prompt[start:end]
+        return [*self.prompt, *self.answer][start:end]
+
+    def digests(self, count: int, size: int) -> list[bytes]:
+        """Return the digests of its first full blocks.
+
+        Args:
+            count: their number.
+            size: tokens of a block.
+        """
+        while len(self._digests) < count:
+            start = len(self._digests) * size
+            parent = self._digests[-1] if self._digests else ROOT
+            self._digests.append(block_digest(parent, self.ids(start, start + size)))
+        return self._digests[:count]
+
+    def demand(self, pool: BlockPool) -> Demand:
+        """Return what the schedule sees of it."""
+        blocks, computed, copies = self.blocks, self.computed, False
+        if self.running:
+            freed = sum(pool.holders(block) == 1 for block in blocks)
+            copies = computed % pool.size > 0 and pool.holders(blocks[computed // pool.size]) > 1
+        else:
+            blocks = self.reusable(pool)
+            computed, freed = len(blocks) * pool.size, sum(not pool.holders(block) for block in blocks)
+        numbers = {"priority": self.priority, "arrival": self.number}
+        return Demand(self.number, self.length, computed, len(blocks), freed, self.running, copies, **numbers)
+
+    def reusable(self, pool: BlockPool) -> list[int]:
+        """Return blocks of others that have its first tokens; the last token is always computed."""
+        if self.sampling.prompt_logprobs is not None and not self.answer:
+            return []  # the logits of all tokens are wanted
+        return pool.lookup(self.digests((self.length - 1) // pool.size, pool.size))

@@ -1,0 +1,200 @@
+"""How tokens are chosen from logits: the options of a request, and the choice for a batch of them.
+
+Noise depends on a request's seed, the token's position and the token alone, so that a request draws the same tokens
+whatever else is in its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cai_kernels import sample
+from cai_mesh.errors import ConfigError
+
+COLDEST = 1e-3
+"""Logits are divided by a temperature; by less they would leave the range of their dtype."""
+_MIX = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Args:
+        max_tokens: the most tokens of an answer.
+        temperature: logits are divided by it; 0 always takes the likeliest token.
+        top_k: the likeliest so many tokens stay; 0 keeps all.
+        top_p: the fewest likeliest that hold this probability stay (arXiv:1904.09751); 1 keeps all.
+        min_p: tokens of at least this share of the largest probability stay (arXiv:2407.01082); 0 keeps all.
+        repetition_penalty: divides positive logits of tokens that prompt or answer has, multiplies negative ones
+            (arXiv:1909.05858).
+        presence_penalty: is taken from the logits of tokens that the answer has.
+        frequency_penalty: is taken from the same as often as the answer has them.
+        logit_bias: numbers added to the logits of some ids.
+        stop: texts at which an answer ends; they are not part of it.
+        stop_token_ids: ids at which an answer ends, beside the model's own; they are its last token.
+        ignore_eos: whether the model's own ids of an end are tokens like any other.
+        n: answers to a prompt, each with noise of its own.
+        seed: the seed of the noise; None: another one for each request.
+        logprobs: so many likeliest tokens are told with each token's own log-probability; None: none is told.
+        prompt_logprobs: the same for the tokens of the prompt.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is out of range", got=value, expected=f"{low:g} to {high:g}")
+        if 0 < self.temperature < COLDEST:
+            raise ConfigError(
+                "the temperature is too small", got=self.temperature, expected=f"0, or at least {COLDEST}"
+            )
+        if not self.repetition_penalty:
+            raise ConfigError("repetition_penalty is out of range", got=0, expected="more than 0")
+        if any(not text for text in self.stop):
+            raise ConfigError(
+                "a stop text is empty", got=list(self.stop), expected="texts of one character at least"
+            )
+
+
+_RANGES = (
+    ("max_tokens", 1, 2**31),
+    ("temperature", 0, 1e4),
+    ("top_k", 0, 2**31),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, 1e4),
+    ("presence_penalty", -1e4, 1e4),
+    ("frequency_penalty", -1e4, 1e4),
+    ("n", 1, 2**16),
+    ("seed", 0, 2**63 - 1),
+    ("logprobs", 0, 2**10),
+    ("prompt_logprobs", 0, 2**10),
+)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of a token by the model's logits, before temperature and filters.
+
+    Args:
+        token: the id.
+        logprob: its log-probability.
+        top: the likeliest tokens with theirs, the likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A row of logits and whose next token is chosen from it.
+
+    Args:
+        sampling: the request's options.
+        seed: the request's seed.
+        prompt: ids of the prompt.
+        answer: ids that were chosen before.
+    """
+
+    sampling: Sampling
+    seed: int
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+    @property
+    def noise(self) -> int:
+        """The seed of this position, which mixes well though seeds and positions are small numbers."""
+        mixed = (self.seed * _MIX + (len(self.prompt) + len(self.answer) + 1) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
+        return (mixed ^ (mixed >> 29)) % 2**63
+
+
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Return a token for each row of logits [R, V], which stay as they are."""
+    options = [draw.sampling for draw in draws]
+    logits = _penalized(logits, draws)
+    if all(sampling.temperature == 0 for sampling in options):
+        return logits.argmax(-1).tolist()
+
+    def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(
+            [getattr(sampling, name) for sampling in options], dtype=dtype, device=logits.device
+        )
+
+    seeds = torch.tensor([draw.noise for draw in draws], dtype=torch.int64, device=logits.device)
+    tokens = sample(
+        logits.float(),
+        temperature=column("temperature"),
+        top_k=column("top_k", torch.int64),
+        top_p=column("top_p"),
+        min_p=column("min_p"),
+        seed=seeds,
+    )
+    return tokens.tolist()
+
+
+def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Return logits after penalties and bias, in float32; the same tensor where no request has any."""
+    rows = [
+        row
+        for row, draw in enumerate(draws)
+        if draw.sampling.repetition_penalty != 1
+        or draw.sampling.presence_penalty
+        or draw.sampling.frequency_penalty
+        or draw.sampling.logit_bias
+    ]
+    if not rows:
+        return logits
+    logits = logits.float().clone()
+    for row in rows:
+        _penalize(logits[row], draws[row])
+    return logits
+
+
+def _penalize(logits: torch.Tensor, draw: Draw) -> None:
+    """Change a row of logits [V] in place, by the rules of `Sampling`."""
+    sampling = draw.sampling
+    if sampling.repetition_penalty != 1:
+        tokens = torch.tensor(sorted({*draw.prompt, *draw.answer}), device=logits.device)
+        chosen, penalty = logits[tokens], sampling.repetition_penalty
+        logits[tokens] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    if draw.answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        tokens, counts = torch.tensor(draw.answer, device=logits.device).unique(return_counts=True)
+        logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if sampling.logit_bias:
+        tokens = torch.tensor([*sampling.logit_bias], device=logits.device)
+        logits[tokens] += torch.tensor([*sampling.logit_bias.values()], device=logits.device)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of a token for each row of logits [R, V], and of the likeliest `count`."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, places = logprobs.topk(min(count, logits.shape[1]), -1)
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
+    return [TokenLogprob(*row) for row in zip(tokens, chosen, tops, strict=True)]

@@ -1,0 +1,161 @@
+"""What is computed next: a pure function of the requests, the blocks that are free and the size of a batch.
+
+Batching is continuous (Yu et al., Orca, OSDI 2022): requests come and go between any two forwards. A prompt is computed
+in chunks beside the others' next tokens (Agrawal et al., Sarathi-Serve, arXiv:2403.02310). Where blocks run out, the
+request of the lowest priority gives its own back and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A request as the schedule sees it.
+
+    Args:
+        number: the request's.
+        length: tokens that it has, prompt and answer.
+        computed: tokens of these whose keys are in the cache; of a waiting one those that blocks of others have.
+        blocks: blocks that it holds; of a waiting one those of `computed`.
+        freed: blocks that come free if it gives its own back; of a waiting one those of `blocks` nobody holds.
+        running: whether it holds its blocks; a waiting one would take them.
+        copies: whether the next token goes to a block that others hold too, so that it needs a copy.
+        priority: the lowest number goes first.
+        arrival: numbers in the order in which requests came.
+    """
+
+    number: int
+    length: int
+    computed: int
+    blocks: int
+    freed: int
+    running: bool
+    copies: bool = False
+    priority: int = 0
+    arrival: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The place among all requests."""
+        return self.priority, self.arrival
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys are not in the cache; one for a request that only goes on."""
+        return self.length - self.computed
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of a request that are computed next.
+
+    Args:
+        number: the request's.
+        start: the first token.
+        tokens: their number.
+        blocks: blocks that have to be taken for them, a copy among them.
+    """
+
+    number: int
+    start: int
+    tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One forward.
+
+    Args:
+        chunks: tokens of each request, those that only go on first.
+        admitted: requests among them that waited.
+        preempted: requests that give their blocks back before it.
+    """
+
+    chunks: tuple[Chunk, ...]
+    admitted: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The size of a forward.
+
+    Args:
+        tokens: the most tokens.
+        requests: the most requests that run.
+        block_size: tokens of a block.
+    """
+
+    tokens: int
+    requests: int
+    block_size: int
+
+
+def schedule(demands: Sequence[Demand], free: int, limits: Limits) -> Schedule:
+    """Return what is computed next.
+
+    Requests that only go on come first, one token each, then prompts that have begun, then those that wait, each group
+    by priority and arrival. A request that goes on where no block is free takes those of the last one that runs and is
+    not in the batch yet, or gives up its own; a prompt waits while others go on. One that waits begins when there is
+    room for all that it has.
+
+    Args:
+        demands: all requests.
+        free: blocks that nobody holds.
+        limits: the size of a forward.
+    """
+    running = sorted((demand for demand in demands if demand.running), key=lambda demand: demand.order)
+    waiting = sorted((demand for demand in demands if not demand.running), key=lambda demand: demand.order)
+    room = _Room(free, limits, [demand.number for demand in running])
+    for demand in sorted(running, key=lambda demand: demand.missing > 1):  # stable: those that go on first
+        while demand.number in room.running and room.tokens and not room.add(demand):
+            if demand.missing > 1 and room.chunks:
+                break
+            victim = next(other for other in reversed(running) if other.number in room.undecided)
+            room.preempt(victim)
+    admitted = []
+    for demand in waiting:
+        if room.preempted or len(room.running) >= limits.requests or not room.tokens or not room.fits(demand):
+            break  # nobody overtakes
+        room.add(demand)
+        admitted.append(demand.number)
+        room.running.add(demand.number)
+    return Schedule(tuple(room.chunks), tuple(admitted), tuple(room.preempted))
+
+
+class _Room:
+    """What is left of blocks and tokens while a batch is put together."""
+
+    def __init__(self, free: int, limits: Limits, running: Sequence[int]):
+        self.free, self.tokens, self._size = free, limits.tokens, limits.block_size
+        self.running, self.undecided = {*running}, {*running}
+        self.chunks: list[Chunk] = []
+        self.preempted: list[int] = []
+
+    def fits(self, demand: Demand) -> bool:
+        """Return whether there is room for all tokens of a request that waits."""
+        return -(-demand.length // self._size) - demand.blocks + demand.freed <= self.free
+
+    def add(self, demand: Demand) -> bool:
+        """Add as many tokens of a request as there is room for; return False where there is none for any."""
+        free = self.free - demand.copies - (0 if demand.running else demand.freed)
+        tokens = min(demand.missing, self.tokens, (demand.blocks + free) * self._size - demand.computed)
+        if free < 0 or tokens < 1:
+            return False
+        blocks = -(-(demand.computed + tokens) // self._size) - demand.blocks
+        self.free = free - blocks
+        self.tokens -= tokens
+        self.undecided.discard(demand.number)
+        self.chunks.append(Chunk(demand.number, demand.computed, tokens, blocks + demand.copies))
+        return True
+
+    def preempt(self, victim: Demand) -> None:
+        """Free the blocks of a request."""
+        self.free += victim.freed
+        self.running.discard(victim.number)
+        self.undecided.discard(victim.number)
+        self.preempted.append(victim.number)

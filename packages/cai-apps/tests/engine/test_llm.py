@@ -1,0 +1,265 @@
+"""Answers are, token for token, those of transformers' generate, whatever runs beside them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_toys import KINDS, WORDS, prompts, small_model, written
+
+from cai_apps.engine import LLM, Engine, EngineOptions
+from cai_mesh.errors import CaiError, ConfigError, PlanError
+
+TIGHT = EngineOptions(block_size=4, batch_tokens=7, requests=5)
+
+
+def tight(model, blocks: int = 24) -> LLM:
+    """An engine whose blocks do not suffice, so that requests give theirs back, and with prompts in chunks of 7."""
+    llm = LLM(model, options=TIGHT)
+    llm.engine = Engine(model, llm.engine.limits, blocks, llm.engine.ends)
+    return llm
+
+
+def assert_likeliest(model, outputs) -> None:
+    """Each token is the likeliest by transformers' own forward over prompt and answer.
+
+    A token whose logit is within 1e-4 of the largest passes: rounding decides between the two.
+    """
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert float((logits.max(1).values - chosen).max()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_is_the_likeliest(kind):
+    model, asked = small_model(kind), prompts(9)
+    for llm in (LLM(model), tight(model)):
+        outputs = llm.generate(asked, temperature=0, max_tokens=12)
+        assert_likeliest(model, outputs)
+        assert {output.answers[0].ending for output in outputs} == {"length"}
+        assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
+    assert llm.engine.pool.hits > 0  # what was given back, or another prompt had
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_generate(kind):
+    """200 prompts of uneven lengths, token for token; where they part, transformers' two logits are equal but for 1e-4."""
+    model, asked = small_model(kind), prompts(200)
+    expected = [written(model, prompt, 16) for prompt in asked]
+    for llm in (LLM(model), tight(model)):
+        outputs = llm.generate(asked, temperature=0, max_tokens=16)
+        parted = [o for o, tokens in zip(outputs, expected, strict=True) if list(o.token_ids) != tokens]
+        assert_likeliest(model, parted)
+        assert len(parted) <= 2
+
+
+def test_prompts_that_begin_alike_are_computed_once(monkeypatch):
+    model = small_model("llama")
+    llm = LLM(model, options=EngineOptions(block_size=4))
+    llm._is_live = False  # the weights stay
+    prompt = prompts(1, seed=5)[0] + [7] * 20
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    first = llm.generate([prompt], temperature=0, max_tokens=4)
+    second = llm.generate([[*prompt, 9]], temperature=0, max_tokens=4)
+    assert lengths[0] == len(prompt) and lengths[4] <= 5
+    assert list(second[0].token_ids) == written(model, [*prompt, 9], 4)
+    assert list(first[0].token_ids) == written(model, prompt, 4)
+
+
+def test_new_weights_compute_their_own_keys():
+    model, (prompt,) = small_model("llama"), prompts(1, seed=5)
+    llm = LLM(model, options=EngineOptions(block_size=4))
+    llm.generate([prompt], temperature=0, max_tokens=8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    assert list(llm.generate([prompt], temperature=0, max_tokens=8)[0].token_ids) == written(model, prompt, 8)
+
+
+def test_the_model_trains_on_as_though_nothing_had_been():
+    model = small_model("llama", attention_dropout=0.1).train()
+    model.model.layers[1].eval()
+    ids = torch.tensor(prompts(1))
+    before = model.config._attn_implementation
+
+    def step():
+        torch.manual_seed(4)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+    expected = step()
+    model.zero_grad()
+    llm = LLM(model)
+    answers = llm.generate(ids.tolist(), temperature=0, max_tokens=5)
+    assert model.training and not model.model.layers[1].training
+    assert model.config._attn_implementation == before
+    loss, gradients = step()
+    assert torch.equal(loss, expected[0])
+    assert all(map(torch.equal, gradients, expected[1]))
+    assert list(answers[0].token_ids) == written(model.eval(), ids[0].tolist(), 5)
+
+
+def test_an_error_in_a_forward_leaves_the_model_as_it_was():
+    model = small_model("llama")
+    before, llm = model.config._attn_implementation, LLM(model)
+    handle = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[1, 2, 3]])
+    handle.remove()
+    assert model.config._attn_implementation == before
+    assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
+    assert list(llm.generate([[1, 2, 3]], temperature=0, max_tokens=3)[0].token_ids) == written(
+        model, [1, 2, 3], 3
+    )
+
+
+def test_answers_end_at_the_models_end():
+    model, asked = small_model("llama"), prompts(6)
+    plain = [written(model, prompt, 16) for prompt in asked]
+    model.generation_config.eos_token_id = [plain[0][5], plain[3][2]]
+    outputs = LLM(model).generate(asked, temperature=0, max_tokens=16)
+    for output, prompt in zip(outputs, asked, strict=True):
+        expected = written(model, prompt, 16)
+        assert list(output.token_ids) == expected
+        assert output.answers[0].ending == ("length" if len(expected) == 16 else "stop")
+    longer = LLM(model).generate(asked, temperature=0, max_tokens=16, ignore_eos=True)
+    assert [list(output.token_ids) for output in longer] == plain
+    stopped = LLM(model).generate(
+        asked[:1], temperature=0, max_tokens=16, ignore_eos=True, stop_token_ids=[plain[0][3]]
+    )
+    assert list(stopped[0].token_ids) == plain[0][: plain[0].index(plain[0][3]) + 1]
+
+
+def test_a_seeded_request_is_the_same_alone_and_among_others():
+    model, asked = small_model("llama"), prompts(9)
+    options = {"temperature": 1.3, "top_k": 50, "top_p": 0.95, "seed": 11, "max_tokens": 12}
+    together = tight(model).generate(asked, **options)
+    for prompt, output in zip(asked, together, strict=True):
+        assert LLM(model).generate([prompt], **options)[0].token_ids == output.token_ids
+    others = LLM(model).generate(asked, **(options | {"seed": 12}))
+    assert [output.token_ids for output in others] != [output.token_ids for output in together]
+
+
+def test_n_answers_share_a_prompt_and_are_those_of_their_own_seeds():
+    model, prompt = small_model("llama"), prompts(1)[0]
+    options = {"temperature": 1.0, "max_tokens": 10}
+    for llm in (LLM(model), tight(model, blocks=40)):
+        (output,) = llm.generate([prompt], n=4, seed=20, **options)
+        alone = [llm.generate([prompt], seed=20 + number, **options)[0].token_ids for number in range(4)]
+        assert [answer.token_ids for answer in output.answers] == alone
+        assert llm.engine.pool.free == llm.engine.pool.count
+
+
+def test_logprobs_are_those_of_a_forward_over_all_tokens():
+    model, asked = small_model("llama"), prompts(4)
+    outputs = tight(model).generate(asked, temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=0)
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+        logprobs = model(ids).logits[0].detach().log_softmax(-1)
+        told = [*output.prompt_logprobs, *output.logprobs]
+        assert [entry.token for entry in told] == ids[0, 1:].tolist()
+        expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(
+            torch.tensor([entry.logprob for entry in told]), expected, atol=1e-5, rtol=0
+        )
+        for place, entry in enumerate(output.logprobs, len(output.prompt_token_ids) - 1):
+            values, places = logprobs[place].topk(3)
+            assert [token for token, _ in entry.top] == places.tolist()
+            assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+        assert all(entry.top == () for entry in output.prompt_logprobs)
+
+
+def test_tokens_are_drawn_with_the_models_probabilities():
+    """Chi-square of 1,500 first tokens against the exact distribution of the filtered softmax."""
+    model, prompt, count = small_model("llama"), prompts(1)[0], 1500
+    options = {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "max_tokens": 1}
+    (output,) = LLM(model).generate([prompt], n=count, seed=1, **options)
+    logits = model(torch.tensor([prompt])).logits[0, -1].detach().double() / 0.7
+    values, tokens = logits.topk(12)
+    share = values.softmax(0)
+    stays = share.cumsum(0) - share < 0.9
+    share = share[stays] / share[stays].sum()
+    drawn = torch.tensor([answer.token_ids[0] for answer in output.answers])
+    counts = torch.stack([(drawn == token).sum() for token in tokens[stays]]).double()
+    assert counts.sum() == count
+    freedom = len(share) - 1
+    chi = float(((counts - count * share).square() / (count * share)).sum())
+    assert chi < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_penalties_and_bias_are_those_of_transformers():
+    model, asked = small_model("llama"), prompts(4)
+    outputs = LLM(model).generate(asked, temperature=0, max_tokens=12, repetition_penalty=1.7)
+    expected = [written(model, prompt, 12, repetition_penalty=1.7) for prompt in asked]
+    assert [list(output.token_ids) for output in outputs] == expected
+    (banned,) = LLM(model).generate(
+        asked[:1], temperature=0, max_tokens=12, logit_bias={expected[0][0]: -100.0}
+    )
+    assert expected[0][0] not in banned.token_ids
+    (once,) = LLM(model).generate(asked[:1], temperature=0, max_tokens=12, presence_penalty=1e3)
+    assert len({*once.token_ids}) == 12
+    (twice,) = LLM(model).generate(asked[:1], temperature=0, max_tokens=12, frequency_penalty=1e3)
+    assert twice.token_ids == once.token_ids
+
+
+def test_tokens_stream_and_who_stops_listening_cancels_the_rest():
+    model, asked = small_model("llama"), prompts(3)
+    llm = tight(model)
+    expected = [written(model, prompt, 8) for prompt in asked]
+    pieces = list(llm.stream(asked, temperature=0, max_tokens=8))
+    for number, tokens in enumerate(expected):
+        assert [piece.token_id for piece in pieces if piece.prompt == number] == tokens
+    stream = llm.stream(asked, temperature=0, max_tokens=8)
+    next(stream)
+    stream.close()
+    assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
+
+
+def test_what_cannot_be_computed_is_refused():
+    model = small_model("llama")
+    llm = tight(model)
+    for asked, options, words in (
+        ([[]], {}, "the prompt is empty"),
+        ([[1], [WORDS]], {}, f"(.|\n)*got: +{WORDS}"),
+        ([[1] * 250], {}, "longer than the model's positions"),
+        ([[1] * 60], {"max_tokens": 60}, "longer than the cache"),
+        (["text"], {}, "there is no tokenizer"),
+        ([[1]], {"stop": ["a"]}, "there is no tokenizer"),
+        ([[1]], {"temperature": -1.0}, "temperature is out of range"),
+        ([[1]], {"temperature": 1e-5}, "too small"),
+        ([[1]], {"top_p": 1.5}, "top_p is out of range"),
+        ([[1]], {"n": 0}, "n is out of range"),
+        ([[1]], {"stop": [""]}, "a stop text is empty"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            llm.generate(asked, **options)
+        assert not llm.engine.requests
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba", "jamba"])
+def test_models_that_look_along_a_row_otherwise_are_refused_by_name(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64, "n_layer": 2, "n_head": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    with pytest.raises(CaiError, match=kind) as error:
+        LLM(model)
+    assert isinstance(error.value, ConfigError | PlanError)
+
+
+def test_sizes_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="block_size is out of range"):
+        EngineOptions(block_size=0)
+    with pytest.raises(ConfigError, match="memory is out of range"):
+        EngineOptions(memory=0)
+    with pytest.raises(ConfigError, match="no memory for a block"):
+        LLM(small_model("llama"), options=EngineOptions(memory=1e-6))
