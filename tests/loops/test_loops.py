@@ -61,10 +61,10 @@ def verdicts(name, stage, ranks):
 
 
 def on_every_stage():
-    """Every loop on every stage: always where it is refused and on every other stage, by turns; else in the matrix."""
+    """Every loop on every stage: always where it is refused and on one stage in four, by turns; else in the matrix."""
     for place, name in enumerate(CASES):
         for index, stage in enumerate(STAGES):
-            always = (name, stage) in REFUSED or (place + index) % 2 == 0
+            always = (name, stage) in REFUSED or (place + index) % 4 == 0
             yield pytest.param(name, stage, marks=[] if always else [pytest.mark.matrix])
 
 
@@ -86,7 +86,14 @@ def on_a_rank_in_halves(name):
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+def by_turns():
+    """Every loop: one in three, and those that write in place; the others in the matrix."""
+    for place, name in enumerate(CASES):
+        always = name in WRITES_IN_PLACE or place % 3 == 0
+        yield pytest.param(name, marks=[] if always else [pytest.mark.matrix])
+
+
+@pytest.mark.parametrize("name", by_turns())
 def test_with_master_weights_in_halves_it_is_that_with_whole_ones_or_refused(name, ranks):
     for whole, halves in ranks.run(on_a_rank_in_halves, name):
         if whole[0] == "done":  # a weight halfway between two in bfloat16 may be the other one

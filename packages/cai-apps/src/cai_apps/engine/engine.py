@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +86,24 @@ class Engine:
         if number in self.requests:
             self.end(self.requests[number], "cancelled")
 
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, steps may be made: the model is in evaluation, attends to the cache, and nothing is recorded.
+
+        Then each module is as it was, also after an error.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad(), attention_replaced(self.model, self._rules.__getitem__):
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
     def step(self) -> list[Chosen]:
-        """Compute one forward; return the tokens that it chose, none where no prompt came to its end."""
+        """Compute one forward, inside `computing`; return the tokens that it chose, none where no prompt came to its end."""
         demands = [request.demand(self.pool) for request in self._visible()]
         if not demands:
             return []
@@ -159,8 +176,7 @@ class Engine:
             inputs["logits_to_keep"] = places
         for rule in self._rules.values():
             rule.step = step
-        with attention_replaced(self.model, self._rules.__getitem__):
-            logits = self.model(**inputs, use_cache=False).logits[0]
+        logits = self.model(**inputs, use_cache=False).logits[0]
         return logits if self._keeps_some else logits[places]
 
     def _publish(self, request: Request) -> None:
@@ -196,7 +212,8 @@ class Engine:
         if request.index == 0 and not request.answer:
             for index in range(1, request.sampling.n):
                 other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
-                other.priority, other.index, other.running = request.priority, index, True
+                other.priority, other.index, other.first = request.priority, index, request.number
+                other.running = True
                 other.blocks, other.computed = list(request.blocks), request.computed
                 self.pool.share(other.blocks)
                 self.requests[other.number] = other

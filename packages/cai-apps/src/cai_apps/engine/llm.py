@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cai_apps.compose.documents import check_continues
@@ -25,6 +25,7 @@ from cai_apps.engine.room import EngineOptions, block_count
 from cai_apps.engine.sampling import Sampling, TokenLogprob
 from cai_apps.engine.schedule import Limits
 from cai_apps.engine.text import AnswerText
+from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class LLM:
             trains on afterwards as though nothing had been.
         tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
         options: the size of the engine.
+        ranks: tensor ranks that compute the model together: they are given the same prompts in the same order and
+            return the same answers. None: this process has the model alone, as a data rank of ZeRO 0 to 2 does.
 
     Raises:
         ConfigError: there is no such directory, or no room, or a model of this kind cannot go on from keys in a cache.
@@ -125,7 +128,9 @@ class LLM:
         tokenizer: str | Path | PreTrainedTokenizerFast | None = None,
         *,
         options: EngineOptions = EngineOptions(),
+        ranks: dist.ProcessGroup | None = None,
     ):
+        self._ranks = ranks
         self._is_live = isinstance(model, nn.Module)
         if not isinstance(model, nn.Module):
             tokenizer = model if tokenizer is None else tokenizer
@@ -138,8 +143,7 @@ class LLM:
         longest = getattr(config, "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) and longest > 0 else None
         self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        with self._answering():
-            blocks = block_count(model, options, self.longest)
+        blocks = min(all_gather_object(block_count(model, options, self.longest), ranks))
         limits = Limits(options.batch_tokens, options.requests, options.block_size)
         self.engine = Engine(model, limits, blocks, _ends(model, self.tokenizer))
 
@@ -157,8 +161,9 @@ class LLM:
             ConfigError: a prompt is empty, too long, or has ids that the model does not know.
         """
         requests = self._ask(self._many(prompts), replace(sampling, **changes))
-        for _ in self._run(requests):
-            pass
+        with self.engine.computing():
+            for _ in self._run(requests):
+                pass
         return [self._output(request) for request in requests]
 
     def chat(
@@ -185,8 +190,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
     ) -> Iterator[Piece]:
         """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest."""
-        requests = self._ask(self._many(prompts), replace(sampling, **changes))
-        return self._run(requests)
+        return self._pieces(self._ask(self._many(prompts), replace(sampling, **changes)))
 
     def question(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of messages up to where the assistant's next answer begins."""
@@ -220,7 +224,8 @@ class LLM:
             self._check(prompt, sampling)
         if self._is_live:
             self.forget()  # weights may have been stepped since
-        seeds = [sampling.seed if sampling.seed is not None else random.getrandbits(62) for _ in prompts]
+        drawn = all_gather_object([random.getrandbits(62) for _ in prompts], self._ranks)[0]
+        seeds = drawn if sampling.seed is None else [sampling.seed] * len(prompts)
         requests: list[Request] = []
         try:
             for prompt, seed in zip(prompts, seeds, strict=True):
@@ -249,17 +254,27 @@ class LLM:
         if sampling.stop:
             self._need_tokenizer("a text ends the answer")
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Piece]:
+    def _pieces(self, requests: Sequence[Request]) -> Iterator[Piece]:
+        """Yield what `_run` does; while whoever listens has a piece, the model is as it was."""
+        pieces = self._run(requests)
+        try:
+            while True:
+                with self.engine.computing():
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            pieces.close()
+
+    def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
         """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled."""
-        numbers = {id(request): number for number, request in enumerate(requests)}
+        numbers = {request.number: number for number, request in enumerate(requests)}
         texts: dict[int, AnswerText] = {}
         try:
             while any(request.ending is None for request in _all(requests)):
-                with self._answering():
-                    chosen = self.engine.step()
-                for token in chosen:
-                    first = next(r for r in requests if token.request is r or token.request in r.siblings)
-                    yield self._piece(token.request, numbers[id(first)], token.token, texts)
+                for token in self.engine.step():
+                    yield self._piece(token.request, numbers[token.request.leader], token.token, texts)
         finally:
             self._cancel(_all(requests))
 
@@ -287,19 +302,6 @@ class LLM:
             for answer in [request, *request.siblings]
         ]
         return Output(request.prompt, tuple(answers), tuple(request.prompt_logprobs))
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Inside, the model is in evaluation and nothing is recorded; then each module is as it was."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            with torch.no_grad():
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
 
 
 def _all(requests: Sequence[Request]) -> list[Request]:

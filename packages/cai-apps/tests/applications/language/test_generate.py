@@ -36,7 +36,10 @@ def home(tmp_path_factory):
 def continued(home, ids: list[int], tokens: int) -> str:
     """What transformers writes after ids, the likeliest token each time."""
     model = AutoModelForCausalLM.from_pretrained(home)
-    whole = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+    prompt = torch.tensor([ids])
+    whole = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens
+    )
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(home).decode(whole[0, len(ids) :], skip_special_tokens=True)
