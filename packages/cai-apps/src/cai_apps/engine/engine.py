@@ -103,7 +103,7 @@ class Engine:
                 module.training = mode
 
     def step(self) -> list[Chosen]:
-        """Compute one forward, inside `computing`; return the tokens that it chose, none where no prompt came to its end."""
+        """Compute one forward, inside `computing`; return the tokens that it chose, if any prompt came to its end."""
         demands = [request.demand(self.pool) for request in self._visible()]
         if not demands:
             return []

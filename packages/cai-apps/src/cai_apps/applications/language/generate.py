@@ -124,7 +124,7 @@ def generate(
         adapter: a folder of peft with an adapter for the model.
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
-        system: with `chat` the system's message before it.
+        system: the system's message before it, with `chat`.
         cache: the directory in which the digest of an adapter's base is kept.
         base: the form of the linear layers of the model's blocks: "nf4" and "int8" as training has them.
 
