@@ -48,6 +48,7 @@ ALLOWED = {
             "PIL",
             "sklearn",
             "gemmi",
+            "llguidance",
             "tensorboard",
             "trackio",
             "wandb",

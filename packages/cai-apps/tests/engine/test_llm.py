@@ -8,7 +8,8 @@ import pytest
 import torch
 from engine_toys import KINDS, WORDS, prompts, small_model, written
 
-from cai_apps.engine import LLM, Engine, EngineOptions
+from cai_apps.engine import LLM, Engine, EngineOptions, Sampling
+from cai_apps.engine.schedule import Limits
 from cai_mesh.errors import CaiError, ConfigError, PlanError
 
 TIGHT = EngineOptions(block_size=4, batch_tokens=7, requests=5)
@@ -264,3 +265,36 @@ def test_sizes_that_are_none_are_refused():
         EngineOptions(memory=0)
     with pytest.raises(ConfigError, match="no memory for a block"):
         LLM(small_model("llama"), options=EngineOptions(memory=1e-6))
+
+
+class Guesses(Engine):
+    """An engine whose logits are random numbers."""
+
+    def _forward(self, step, rows):
+        assert len(step.slots) == sum(len(part.ids) for part in step.parts)
+        assert len(set(step.slots.tolist())) == len(step.slots)  # no two tokens are written to one place
+        return torch.rand(max(1, len(rows)), WORDS)
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(24_000, marks=pytest.mark.matrix)])
+def test_requests_that_come_go_and_are_cancelled_leave_no_block(count):
+    """Cancelled while they wait, in the midst of a prompt, while they write; with `n` answers and prompts alike."""
+    import random
+
+    draw = random.Random(count)
+    engine = Guesses(small_model("llama"), Limits(tokens=64, requests=24, block_size=4), 90)
+    beginning = draw.choices(range(1, WORDS), k=30)
+    asked = ended = 0
+    while asked < count or engine.requests:
+        while asked < count and draw.random() < 0.6:
+            prompt = beginning[: draw.randrange(30)] + draw.choices(range(1, WORDS), k=draw.randrange(1, 60))
+            sampling = Sampling(max_tokens=draw.randrange(1, 40), temperature=0, n=draw.choice((1, 1, 1, 3)))
+            engine.add(prompt, sampling, seed=asked, priority=draw.randrange(2))
+            asked += 1
+        ended += sum(chosen.request.ending is not None for chosen in engine.step())
+        for number in list(engine.requests):
+            if draw.random() < 0.002:
+                engine.cancel(number)
+    assert ended > count / 2 and engine.pool.hits > 0
+    assert engine.pool.free == engine.pool.count
+    assert not any(engine.pool.holders(block) for block in range(engine.pool.count))

@@ -199,7 +199,16 @@ class Engine:
         if not ends:
             return []
         last = logits[torch.tensor([row for row, _ in ends], device=logits.device)]
-        draws = [Draw(request.sampling, request.seed, request.prompt, request.answer) for _, request in ends]
+        draws = [
+            Draw(
+                request.sampling,
+                request.seed,
+                request.prompt,
+                request.answer,
+                request.matcher and request.matcher.allowed(),
+            )
+            for _, request in ends
+        ]
         tokens = choose_tokens(last, draws)
         return [
             self._append(request, token, last[row : row + 1])
@@ -213,7 +222,7 @@ class Engine:
             for index in range(1, request.sampling.n):
                 other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
                 other.priority, other.index, other.first = request.priority, index, request.number
-                other.running = True
+                other.running, other.matcher = True, request.matcher and request.matcher.copy()
                 other.blocks, other.computed = list(request.blocks), request.computed
                 self.pool.share(other.blocks)
                 self.requests[other.number] = other
@@ -228,7 +237,12 @@ class Engine:
             (logprob,) = logprobs_of(logits, [token], sampling.logprobs)
             request.logprobs.append(logprob)
         request.answer.append(token)
-        if token in sampling.stop_token_ids or (token in self.ends and not sampling.ignore_eos):
+        is_complete = request.matcher is not None and request.matcher.add(token)
+        if (
+            is_complete
+            or token in sampling.stop_token_ids
+            or (token in self.ends and not sampling.ignore_eos)
+        ):
             self.end(request, "stop")
         elif len(request.answer) == sampling.max_tokens:
             self.end(request, "length")

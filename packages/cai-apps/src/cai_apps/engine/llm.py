@@ -20,6 +20,7 @@ from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
 from cai_apps.engine.engine import Engine
+from cai_apps.engine.grammar import Grammars
 from cai_apps.engine.request import Ending, Request
 from cai_apps.engine.room import EngineOptions, block_count
 from cai_apps.engine.sampling import Sampling, TokenLogprob
@@ -146,6 +147,7 @@ class LLM:
         blocks = min(all_gather_object(block_count(model, options, self.longest), ranks))
         limits = Limits(options.batch_tokens, options.requests, options.block_size)
         self.engine = Engine(model, limits, blocks, _ends(model, self.tokenizer))
+        self._grammars = Grammars(self.tokenizer, self._words, self.engine.ends)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
@@ -230,6 +232,7 @@ class LLM:
         try:
             for prompt, seed in zip(prompts, seeds, strict=True):
                 requests.append(self.engine.add(prompt, sampling, seed=seed))
+                requests[-1].matcher = self._grammars.matcher(sampling)
         except ConfigError:
             self._cancel(requests)
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cai_apps.engine.blocks import ROOT, BlockPool, block_digest
+from cai_apps.engine.grammar import Matcher
 from cai_apps.engine.sampling import Sampling, TokenLogprob
 from cai_apps.engine.schedule import Demand
 
@@ -33,6 +34,7 @@ class Request:
         computed: tokens whose keys are in them.
         published: number of its blocks that others can find.
         running: whether it holds blocks.
+        matcher: where the answer stands in its form; None: it may be any text.
         siblings: the other answers to its prompt, if it is the first of `n`.
         text: the answer's, as far as it is certain.
         logprobs, prompt_logprobs: a number for each token of the answer, and of the prompt but the first.
@@ -51,6 +53,7 @@ class Request:
     computed: int = 0
     published: int = 0
     running: bool = False
+    matcher: Matcher | None = None
     siblings: list[Request] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)

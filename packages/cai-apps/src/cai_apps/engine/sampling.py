@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from cai_mesh.errors import ConfigError
 
 COLDEST = 1e-3
 """Logits are divided by a temperature; by less they would leave the range of their dtype."""
+FORMS = ("json_schema", "regex", "grammar")
+"""Options that say of which form an answer is."""
 _MIX = 0x9E3779B97F4A7C15
 
 
@@ -37,6 +40,9 @@ class Sampling:
         stop: texts at which an answer ends; they are not part of it.
         stop_token_ids: ids at which an answer ends, beside the model's own; they are its last token.
         ignore_eos: whether the model's own ids of an end are tokens like any other.
+        json_schema: the schema of JSON that the answer is, as a dict or text.
+        regex: the regular expression that the answer matches as a whole.
+        grammar: the grammar of the answer, in llguidance's form of Lark. One of these three may be set.
         n: answers to a prompt, each with noise of its own.
         seed: the seed of the noise; None: another one for each request.
         logprobs: so many likeliest tokens are told with each token's own log-probability; None: none is told.
@@ -55,6 +61,9 @@ class Sampling:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
@@ -77,6 +86,14 @@ class Sampling:
             raise ConfigError(
                 "a stop text is empty", got=list(self.stop), expected="texts of one character at least"
             )
+
+        if sum(getattr(self, name) is not None for name in FORMS) > 1:
+            raise ConfigError("an answer has one form", expected="one of " + ", ".join(FORMS))
+
+    @property
+    def form(self) -> tuple[str, Any] | None:
+        """The form of the answer by its name; None: any text."""
+        return next(((name, getattr(self, name)) for name in FORMS if getattr(self, name) is not None), None)
 
 
 _RANGES = (
@@ -119,12 +136,14 @@ class Draw:
         seed: the request's seed.
         prompt: ids of the prompt.
         answer: ids that were chosen before.
+        allowed: bool [V], the tokens of which one may be chosen; None: all.
     """
 
     sampling: Sampling
     seed: int
     prompt: Sequence[int]
     answer: Sequence[int]
+    allowed: torch.Tensor | None = None
 
     @property
     def noise(self) -> int:
@@ -159,11 +178,12 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Return logits after penalties and bias, in float32; the same tensor where no request has any."""
+    """Return logits of allowed tokens after penalties and bias, in float32; the same tensor if no request has any."""
     rows = [
         row
         for row, draw in enumerate(draws)
-        if draw.sampling.repetition_penalty != 1
+        if draw.allowed is not None
+        or draw.sampling.repetition_penalty != 1
         or draw.sampling.presence_penalty
         or draw.sampling.frequency_penalty
         or draw.sampling.logit_bias
@@ -179,6 +199,8 @@ def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def _penalize(logits: torch.Tensor, draw: Draw) -> None:
     """Change a row of logits [V] in place, by the rules of `Sampling`."""
     sampling = draw.sampling
+    if draw.allowed is not None:
+        logits.masked_fill_(~draw.allowed.to(logits.device), -torch.inf)
     if sampling.repetition_penalty != 1:
         tokens = torch.tensor(sorted({*draw.prompt, *draw.answer}), device=logits.device)
         chosen, penalty = logits[tokens], sampling.repetition_penalty

@@ -22,15 +22,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def saved(home, family: str):
     """A model that was saved by transformers, with a tokenizer of its own."""
-    home = tmp_path_factory.mktemp("model")
     tokens = ("<|im_start|>", "<|im_end|>")
-    tokenizer = tokenizer_of("metaspace", tokens, eos="<|im_end|>", template=TEMPLATE)
+    tokenizer = tokenizer_of(family, tokens, eos="<|im_end|>", template=TEMPLATE)
     small_model("llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(home)
     tokenizer.save_pretrained(home)
     return home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("model"), "metaspace")
 
 
 def continued(home, ids: list[int], tokens: int) -> str:
@@ -127,9 +130,25 @@ def test_a_kind_that_the_engine_refuses_is_computed_by_transformers(tmp_path, ho
     assert list(answer.token_ids) == expected.tolist()
 
 
+def test_an_answer_of_a_form(home, tmp_path, capsys):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["red", "blue"]}')
+    asked = ["--chat", "--prompt", "Hi", "--tokens", "20"]
+    assert main(["generate", str(home), *asked, "--regex", "[a-c]{3}"]) == 2
+    assert "llguidance does not read this tokenizer" in capsys.readouterr().err
+    home = saved(tmp_path / "bytes", "bytes")
+    assert main(["generate", str(home), *asked, "--regex", "("]) == 2
+    assert "regex is refused" in capsys.readouterr().err
+    assert main(["generate", str(home), *asked, "--json-schema", str(schema)]) == 0
+    assert json.loads(capsys.readouterr().out) in ("red", "blue")
+    assert main(["generate", str(home), *asked, "--regex", "[a-c]{3}"]) == 0
+    assert len(capsys.readouterr().out) == 4
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
+        (["--json-schema", "absent.json"], "no file absent.json"),
         (["--prompts", "p.txt", "--prompt", "x"], "have none beside them"),
         (["--output", "o.jsonl"], "for the prompts of a file"),
         (["--system", "x"], "part of a chat"),

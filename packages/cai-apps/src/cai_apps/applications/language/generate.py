@@ -230,6 +230,10 @@ class Writer:
 
     def _plain(self, prompt: Sequence[int], sampling: Sampling) -> Answer:
         """Return what transformers writes after a prompt."""
+        if sampling.form is not None:
+            raise ConfigError(
+                f"{sampling.form[0]} is the engine's, which does not compute this model", cause=self.refusal
+            )
         ids = torch.tensor([prompt], device=self.device)
         options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
         if options["do_sample"]:

@@ -56,6 +56,10 @@ class Arguments:
     """Divides the logits of tokens that are there already."""
     stop: tuple[str, ...] = ()
     """Texts at which an answer ends."""
+    json_schema: Annotated[Path | None, FILLED] = None
+    """File with a JSON schema: answers are JSON of it (cai-apps[grammar])."""
+    regex: Annotated[str | None, FILLED] = None
+    """Regular expression that answers match as a whole (cai-apps[grammar])."""
     seed: Annotated[int, SEED] = 0
     special_tokens: Literal["text", "parse"] = "text"
     """Control tokens written in the prompt, such as </s>: 'text' like any other, or 'parse' them."""
@@ -101,7 +105,9 @@ def _sampling(options: Arguments) -> Sampling:
     from cai_apps.engine import Sampling
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "seed")
-    return Sampling(max_tokens=options.tokens, **{name: getattr(options, name) for name in names})
+    schema = None if options.json_schema is None else options.json_schema.read_text(encoding="utf-8")
+    numbers = {name: getattr(options, name) for name in names}
+    return Sampling(max_tokens=options.tokens, json_schema=schema, regex=options.regex, **numbers)
 
 
 def _check(options: Arguments) -> None:
@@ -118,6 +124,8 @@ def _check(options: Arguments) -> None:
         )
     if options.output is not None and options.output.exists():
         raise ConfigError(f"{options.output} is there already", fix="name another output, or move it away")
+    if options.json_schema is not None and not options.json_schema.is_file():
+        raise ConfigError(f"no file {options.json_schema}", expected="a file with a JSON schema")
     if options.system is not None and not options.chat:
         raise ConfigError(
             "a system's message is part of a chat", got="--system without --chat", fix="add --chat"
