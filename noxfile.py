@@ -234,6 +234,7 @@ def matrix(session: nox.Session) -> None:
         "-m",
         "pytest",
         "tests/matrix",
+        "tests/test_plan_of_kernels.py",
         "tests/faults",
         "tests/pairs",
         "tests/loops",

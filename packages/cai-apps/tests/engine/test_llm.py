@@ -149,6 +149,13 @@ def test_a_seeded_request_is_the_same_alone_and_among_others():
         assert llm.generate([prompt], **options)[0].token_ids == output.token_ids
     others = llm.generate(asked, **(options | {"seed": 12}))
     assert [output.token_ids for output in others] != [output.token_ids for output in together]
+    each = [
+        Sampling(seed=11, temperature=1.3, top_k=50, top_p=0.95, max_tokens=1 + number) for number in range(5)
+    ]
+    for number, output in enumerate(llm.generate(asked, each)):
+        assert output.token_ids == together[number].token_ids[: 1 + number]
+    with pytest.raises(ConfigError, match="not as many samplings"):
+        llm.generate(asked, each[:2])
 
 
 def test_n_answers_share_a_prompt_and_are_those_of_their_own_seeds():

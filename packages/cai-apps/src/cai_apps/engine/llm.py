@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """A text, or the ids of one."""
+Samplings = Sampling | Sequence[Sampling]
+"""Options of all prompts, or of each."""
 
 
 @dataclass(frozen=True)
@@ -150,19 +152,19 @@ class LLM:
         self._grammars = Grammars(self.tokenizer, self._words, self.engine.ends)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
+        self, prompts: Prompt | Sequence[Prompt], sampling: Samplings = Sampling(), **changes: Any
     ) -> list[Output]:
         """Return the answers to prompts, in their order.
 
         Args:
             prompts: texts or ids; one or many.
-            sampling: options by which tokens are chosen.
+            sampling: options by which tokens are chosen, or those of each prompt.
             changes: fields of `Sampling` that are others, as `max_tokens=128`.
 
         Raises:
             ConfigError: a prompt is empty, too long, or has ids that the model does not know.
         """
-        requests = self._ask(self._many(prompts), replace(sampling, **changes))
+        requests = self._ask(self._many(prompts), sampling, changes)
         with self.engine.computing():
             for _ in self._run(requests):
                 pass
@@ -171,7 +173,7 @@ class LLM:
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling: Sampling = Sampling(),
+        sampling: Samplings = Sampling(),
         **changes: Any,
     ) -> list[Output]:
         """Return the assistant's next message of conversations, written by the tokenizer's chat template.
@@ -189,10 +191,10 @@ class LLM:
         return self.generate([self.question(messages) for messages in many], sampling, **changes)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = Sampling(), **changes: Any
+        self, prompts: Prompt | Sequence[Prompt], sampling: Samplings = Sampling(), **changes: Any
     ) -> Iterator[Piece]:
         """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest."""
-        return self._pieces(self._ask(self._many(prompts), replace(sampling, **changes)))
+        return self._pieces(self._ask(self._many(prompts), sampling, changes))
 
     def question(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of messages up to where the assistant's next answer begins."""
@@ -220,17 +222,27 @@ class LLM:
             )
         return self.tokenizer
 
-    def _ask(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+    def _ask(
+        self, prompts: Sequence[Sequence[int]], sampling: Samplings, changes: Mapping[str, Any]
+    ) -> list[Request]:
         """Add all prompts, or none of them."""
-        for prompt in prompts:
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != len(prompts):
+            raise ConfigError(
+                "there are not as many samplings as prompts",
+                got=len(samplings),
+                expected=f"{len(prompts)}, or one",
+            )
+        samplings = [replace(sampling, **changes) for sampling in samplings]
+        for prompt, sampling in zip(prompts, samplings, strict=True):
             self._check(prompt, sampling)
         if self._is_live:
             self.forget()  # weights may have been stepped since
         drawn = all_gather_object([random.getrandbits(62) for _ in prompts], self._ranks)[0]
-        seeds = drawn if sampling.seed is None else [sampling.seed] * len(prompts)
         requests: list[Request] = []
         try:
-            for prompt, seed in zip(prompts, seeds, strict=True):
+            for prompt, sampling, seed in zip(prompts, samplings, drawn, strict=True):
+                seed = seed if sampling.seed is None else sampling.seed
                 requests.append(self.engine.add(prompt, sampling, seed=seed))
                 requests[-1].matcher = self._grammars.matcher(sampling)
         except ConfigError:

@@ -125,7 +125,7 @@ def test_a_kind_that_the_engine_refuses_is_computed_by_transformers(tmp_path, ho
     LLM(home).tokenizer.save_pretrained(tmp_path)
     writer = Writer.of(place_of(tmp_path))
     assert writer.llm is None and "bloom" in writer.refusal.lower()
-    (answer,) = writer.answers([[5, 6, 7]], Sampling(temperature=0, max_tokens=4))
+    (answer,) = writer.answers([[5, 6, 7]], [Sampling(temperature=0, max_tokens=4)])
     expected = model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=4)[0, 3:]
     assert list(answer.token_ids) == expected.tolist()
 

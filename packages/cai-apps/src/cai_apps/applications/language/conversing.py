@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
-from cai_apps.applications.language.generate import Writer
+from cai_apps.applications.language.generate import Writer, renderer_of
 from cai_apps.data.chat.messages import ASSISTANT, SYSTEM, USER, Conversation, Message
 from cai_apps.data.chat.render import Renderer
-from cai_apps.data.chat.template import load_template
 from cai_apps.engine import Sampling
 from cai_mesh.errors import CaiError
 
@@ -20,7 +20,12 @@ HELP = f"A line is a message. {ANEW} begins anew; Ctrl-C ends an answer, Ctrl-D 
 
 
 def converse(
-    writer: Writer, sampling: Sampling, *, system: str | None = None, lines: TextIO | None = None
+    writer: Writer,
+    sampling: Sampling,
+    *,
+    system: str | None = None,
+    chat_template: Path | None = None,
+    lines: TextIO | None = None,
 ) -> list[Message]:
     """Answer message after message until there is none; return the conversation.
 
@@ -28,9 +33,10 @@ def converse(
         writer: the model.
         sampling: options by which tokens are chosen; each answer has a seed of its own, from this one on.
         system: the system's message.
+        chat_template: a file with a chat template; None: the tokenizer's.
         lines: the file that messages are read from; None: the terminal.
     """
-    renderer = Renderer(writer.tokenizer, load_template(writer.tokenizer, None))
+    renderer = renderer_of(writer.tokenizer, chat_template)
     first = [] if system is None else [Message(SYSTEM, system)]
     messages = list(first)
     lines = sys.stdin if lines is None else lines

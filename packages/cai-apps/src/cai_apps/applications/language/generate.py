@@ -109,6 +109,7 @@ def generate(
     special_tokens: SpecialTokens = "text",
     chat: bool = False,
     system: str | None = None,
+    chat_template: Path | None = None,
     cache: str = Data().cache,
     base: BaseKind = "compute",
 ) -> str:
@@ -125,6 +126,7 @@ def generate(
         special_tokens: whether control tokens in the prompt are text, or the tokens that they spell.
         chat: whether the prompt is a message that is to be answered.
         system: the system's message before it, with `chat`.
+        chat_template: a file with a chat template; None: the tokenizer's.
         cache: the directory in which the digest of an adapter's base is kept.
         base: the form of the linear layers of the model's blocks: "nf4" and "int8" as training has them.
 
@@ -141,8 +143,25 @@ def generate(
         return continued(place, tokenizer, ids if prompt else [], sampling)
     before = () if system is None else (Message(SYSTEM, system),)
     conversation = Conversation((*before, Message(USER, prompt)))
-    ids = Renderer(tokenizer, load_template(tokenizer, None)).question(conversation)
+    ids = renderer_of(tokenizer, chat_template).question(conversation)
     return continued(place, tokenizer, ids, sampling, only_new=True)
+
+
+def renderer_of(tokenizer: PreTrainedTokenizerFast, chat_template: Path | None) -> Renderer:
+    """Return what writes conversations as ids, by a template in a file or by the tokenizer's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if chat_template is None and not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no chat template",
+            cause="base models often have none: nothing says how a conversation is written as text",
+            fix="--chat-template FILE, such as that of the model's instruct form; or --prompt without --chat",
+        )
+    return Renderer(
+        tokenizer, load_template(tokenizer, None if chat_template is None else str(chat_template))
+    )
 
 
 def continued(
@@ -156,7 +175,7 @@ def continued(
     """Return the text of a prompt's ids and those chosen after them, or of the latter alone; errors as `generate`."""
     writer = Writer(place, tokenizer, ONE)
     writer.check(prompt, sampling)
-    (answer,) = writer.answers([prompt], sampling)
+    (answer,) = writer.answers([prompt], [sampling])
     if only_new:
         return answer.text
     return str(tokenizer.decode(list(prompt), skip_special_tokens=True)) + answer.text
@@ -193,11 +212,11 @@ class Writer:
         """Return the model of a place for one prompt at a time, with the tokenizer of the place."""
         return cls(place, load_tokenizer(place.tokenizer), ONE)
 
-    def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+    def answers(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Answer]:
         """Return what is written after prompts of ids, the first of `n` answers to each."""
         if self.llm is not None:
-            return [output.answers[0] for output in self.llm.generate(prompts, sampling)]
-        return [self._plain(prompt, sampling) for prompt in prompts]
+            return [output.answers[0] for output in self.llm.generate(prompts, samplings)]
+        return [self._plain(*pair) for pair in zip(prompts, samplings, strict=True)]
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
         """Yield the text of an answer while it is written; of a model that transformers computes, all at once."""

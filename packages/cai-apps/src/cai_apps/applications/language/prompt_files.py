@@ -6,14 +6,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cai_apps.applications.language.generate import Place, Writer
+from cai_apps.applications.language.generate import Place, Writer, renderer_of
 from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
-from cai_apps.data.chat.template import load_template
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_apps.engine import EngineOptions, Sampling
 from cai_mesh.errors import DataError
@@ -37,7 +36,9 @@ class FilePrompt:
     ids: Sequence[int]
 
 
-def read_prompts(path: Path, tokenizer: Any, special_tokens: SpecialTokens = "text") -> list[FilePrompt]:
+def read_prompts(
+    path: Path, tokenizer: Any, special_tokens: SpecialTokens = "text", chat_template: Path | None = None
+) -> list[FilePrompt]:
     """Return the prompts of a file, all of them or none.
 
     Args:
@@ -45,6 +46,7 @@ def read_prompts(path: Path, tokenizer: Any, special_tokens: SpecialTokens = "te
             reads, whose next answer is asked for; another ending: a text a line.
         tokenizer: the model's.
         special_tokens: whether control tokens in texts are text, or parsed. In conversations they are text.
+        chat_template: a file with a chat template; None: the tokenizer's.
 
     Raises:
         DataError: a line is none of these; it is named. Or the file has none.
@@ -55,7 +57,7 @@ def read_prompts(path: Path, tokenizer: Any, special_tokens: SpecialTokens = "te
         raise DataError(
             f"{path} cannot be read", cause=str(error), expected="a file of texts in UTF-8"
         ) from None
-    as_ids = _reader(tokenizer, special_tokens)
+    as_ids = _reader(tokenizer, special_tokens, chat_template)
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -71,7 +73,12 @@ def read_prompts(path: Path, tokenizer: Any, special_tokens: SpecialTokens = "te
 
 
 def answer_file(
-    place: Place, path: Path, output: Path | None, sampling: Sampling, special_tokens: SpecialTokens = "text"
+    place: Place,
+    path: Path,
+    output: Path | None,
+    sampling: Sampling,
+    special_tokens: SpecialTokens = "text",
+    chat_template: Path | None = None,
 ) -> None:
     """Answer the prompts of a file and write a line of JSON for each: its record, "answer" and "ending".
 
@@ -79,11 +86,11 @@ def answer_file(
         place: the directories of the model.
         path: the file, as `read_prompts` reads it.
         output: a file that is not there yet; None: the lines are printed.
-        sampling: options by which tokens are chosen.
-        special_tokens: as in `read_prompts`.
+        sampling: options by which tokens are chosen; each prompt has a seed of its own, from this one on.
+        special_tokens, chat_template: as in `read_prompts`.
     """
     tokenizer = load_tokenizer(place.tokenizer)
-    prompts = read_prompts(path, tokenizer, special_tokens)
+    prompts = read_prompts(path, tokenizer, special_tokens, chat_template)
     writer = Writer(place, tokenizer, EngineOptions())
     for prompt in prompts:
         writer.check(prompt.ids, sampling)
@@ -92,9 +99,10 @@ def answer_file(
     with lines as file:
         for start in range(0, len(prompts), AT_ONCE):
             part = prompts[start : start + AT_ONCE]
-            for prompt, answer in zip(
-                part, writer.answers([prompt.ids for prompt in part], sampling), strict=True
-            ):
+            seeds = range((sampling.seed or 0) + start, (sampling.seed or 0) + start + len(part))
+            samplings = [replace(sampling, seed=seed) for seed in seeds]
+            answers = writer.answers([prompt.ids for prompt in part], samplings)
+            for prompt, answer in zip(part, answers, strict=True):
                 record = prompt.record | {"answer": answer.text, "ending": answer.ending}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
@@ -103,7 +111,9 @@ def answer_file(
                 print(f"{done} of {len(prompts)} prompts answered", file=sys.stderr)
 
 
-def _reader(tokenizer: Any, special_tokens: SpecialTokens) -> Callable[[dict[str, Any]], list[int]]:
+def _reader(
+    tokenizer: Any, special_tokens: SpecialTokens, chat_template: Path | None
+) -> Callable[[dict[str, Any]], list[int]]:
     """Return what makes ids of a record; the chat template is read when the first conversation is met."""
     renderers: list[Renderer] = []
 
@@ -112,7 +122,7 @@ def _reader(tokenizer: Any, special_tokens: SpecialTokens) -> Callable[[dict[str
             if isinstance(record.get(key), str) and len(record.keys() & {"completion", "response"}) == 0:
                 return prompt_ids(tokenizer, record[key], special_tokens)
         if not renderers:
-            renderers.append(Renderer(tokenizer, load_template(tokenizer, None)))
+            renderers.append(renderer_of(tokenizer, chat_template))
         return renderers[0].question(read_conversation(record))
 
     return read

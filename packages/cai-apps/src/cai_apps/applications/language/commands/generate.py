@@ -42,6 +42,8 @@ class Arguments:
     Without a prompt, a chat in the terminal."""
     system: str | None = None
     """The system's message, before the user's first one."""
+    chat_template: Annotated[Path | None, FILLED] = None
+    """File with a chat template, in place of the tokenizer's."""
     tokens: Annotated[int, COUNT] = 64
     """Length of the continuation at most."""
     temperature: Annotated[float, NATURAL] = 0.8
@@ -86,6 +88,7 @@ def run(arguments: list[str]) -> int:
                 special_tokens=options.special_tokens,
                 chat=options.chat,
                 system=options.system,
+                chat_template=options.chat_template,
                 base=base or "compute",
             )
         )
@@ -95,9 +98,11 @@ def run(arguments: list[str]) -> int:
 
     place = place_of(directory, options.adapter, base=base or "compute")
     if options.prompts is not None:
-        answer_file(place, options.prompts, options.output, sampling, options.special_tokens)
+        answer_file(
+            place, options.prompts, options.output, sampling, options.special_tokens, options.chat_template
+        )
     else:
-        converse(Writer.of(place), sampling, system=options.system)
+        converse(Writer.of(place), sampling, system=options.system, chat_template=options.chat_template)
     return 0
 
 
