@@ -34,7 +34,7 @@ class Request:
         computed: tokens whose keys are in them.
         published: number of its blocks that others can find.
         running: whether it holds blocks.
-        matcher: where the answer stands in its form; None: it may be any text.
+        matcher: the state of an answer that has a form; None: it may be any text.
         siblings: the other answers to its prompt, if it is the first of `n`.
         text: the answer's, as far as it is certain.
         logprobs, prompt_logprobs: a number for each token of the answer, and of the prompt but the first.
