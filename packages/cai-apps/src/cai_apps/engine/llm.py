@@ -331,4 +331,5 @@ def _ends(model: Any, tokenizer: PreTrainedTokenizerFast | None) -> set[int]:
         ends = getattr(model.config, "eos_token_id", None)
     if ends is None and tokenizer is not None:
         ends = tokenizer.eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}
+    numbers: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return set(numbers)
