@@ -20,7 +20,12 @@ COMMON = {
 KINDS = {
     "llama": {},
     "qwen3": {"head_dim": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "gemma2": {"head_dim": 16, "sliding_window": 8},
     "mistral": {"sliding_window": 9},
     "mixtral": {"num_local_experts": 4},

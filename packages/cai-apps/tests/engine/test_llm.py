@@ -187,6 +187,34 @@ def test_logprobs_are_those_of_a_forward_over_all_tokens():
         assert all(entry.top == () for entry in output.prompt_logprobs)
 
 
+def test_logprobs_of_a_prompt_that_is_computed_again_are_told_once():
+    model, prompt = small_model("llama"), prompts(1, seed=5)[0]
+    assert len(prompt) > 14
+    engine = tight(model).engine
+    request = engine.add(prompt, Sampling(temperature=0, max_tokens=2, prompt_logprobs=0), seed=0)
+    with engine.computing():
+        engine.step()
+        engine._give_back(request)  # as where blocks run out
+        while engine.requests:
+            engine.step()
+    assert [entry.token for entry in request.prompt_logprobs] == prompt[1:]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_keys_that_are_read_where_they_lie(kind, monkeypatch):
+    """As on a GPU, where the kernel that reads blocks computes steps of one token a request; here its reference."""
+    calls = []
+
+    def reads(query, keys, values, call):
+        calls.append(call.window)
+        return call.window is None and keys.shape == values.shape
+
+    monkeypatch.setattr("cai_apps.engine.step._reads_blocks", reads)
+    model, asked = small_model(kind), prompts(5)
+    assert_likeliest(model, LLM(model).generate(asked, temperature=0, max_tokens=8))
+    assert None in calls
+
+
 def test_tokens_are_drawn_with_the_models_probabilities():
     """Chi-square of 1,500 first tokens against the exact distribution of the filtered softmax."""
     model, prompt, count = small_model("llama"), prompts(1)[0], 1500

@@ -255,5 +255,7 @@ class Engine:
         self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
+        if not request.answer:
+            request.prompt_logprobs.clear()  # they come again with the prompt
         self.pool.give_back(request.blocks)
         request.blocks, request.computed, request.published, request.running = [], 0, 0, False
