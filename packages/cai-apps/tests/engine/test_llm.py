@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_toys import KINDS, WORDS, prompts, small_model, written
 
-from cai_apps.engine import LLM, Engine, EngineOptions, Sampling
+from cai_apps.engine import LLM, BeamOptions, Engine, EngineOptions, Sampling
 from cai_apps.engine.schedule import Limits
 from cai_mesh.errors import CaiError, ConfigError, PlanError
 
@@ -246,6 +246,41 @@ def test_penalties_and_bias_are_those_of_transformers():
     assert len({*once.token_ids}) == 12
     (twice,) = LLM(model).generate(asked[:1], temperature=0, max_tokens=12, frequency_penalty=1e3)
     assert twice.token_ids == once.token_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.3}, {"early_stopping": True}])
+def test_beam_search_is_that_of_transformers(options):
+    model, asked = small_model("llama"), prompts(4)
+    plain = [written(model, prompt, 10, num_beams=3) for prompt in asked]
+    ends = [plain[0][4], plain[1][6], plain[3][3]]  # so that some answers end before others
+    model.generation_config.eos_token_id = ends
+    for llm in (LLM(model), tight(model, blocks=70)):
+        outputs = llm.beam_search(asked, BeamOptions(width=3, max_tokens=10, **options), count=2)
+        for prompt, output in zip(asked, outputs, strict=True):
+            ids = torch.tensor([prompt])
+            how = {
+                "num_beams": 3,
+                "num_return_sequences": 2,
+                "max_new_tokens": 10,
+                "do_sample": False,
+            } | options
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **how)
+            for answer, row in zip(output.answers, expected[:, len(prompt) :].tolist(), strict=True):
+                assert list(answer.token_ids) == row[: len(answer.token_ids)]
+                assert {*row[len(answer.token_ids) :]} <= {0, *ends}  # with which transformers fills up
+        assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
+
+
+def test_beams_that_cannot_be_are_refused():
+    llm = tight(small_model("llama"))
+    for options, count, words in (
+        (BeamOptions(width=8, max_tokens=40), 1, "the beams of a prompt are longer"),
+        (BeamOptions(width=2), 3, "not as many beams"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            llm.beam_search([[1, 2]], options, count)
+    with pytest.raises(ConfigError, match="width is out of range"):
+        BeamOptions(width=0)
 
 
 def test_tokens_stream_and_who_stops_listening_cancels_the_rest():

@@ -6,9 +6,20 @@ one after another, `sampling` chooses tokens, and `llm` is what people call.
 
 from __future__ import annotations
 
+from cai_apps.engine.beam import BeamOptions
 from cai_apps.engine.engine import Engine
 from cai_apps.engine.llm import LLM, Answer, Output, Piece
 from cai_apps.engine.room import EngineOptions
 from cai_apps.engine.sampling import Sampling, TokenLogprob
 
-__all__ = ["LLM", "Answer", "Engine", "EngineOptions", "Output", "Piece", "Sampling", "TokenLogprob"]
+__all__ = [
+    "LLM",
+    "Answer",
+    "BeamOptions",
+    "Engine",
+    "EngineOptions",
+    "Output",
+    "Piece",
+    "Sampling",
+    "TokenLogprob",
+]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.compose.documents import document_rule
+from cai_apps.engine.beam import BeamGroup
 from cai_apps.engine.blocks import BlockPool
 from cai_apps.engine.request import Ending, Request
 from cai_apps.engine.sampling import Draw, Sampling, TokenLogprob, choose_tokens, logprobs_of
@@ -120,7 +121,9 @@ class Engine:
     def _visible(self) -> list[Request]:
         """All that run, and so many that wait as could be admitted."""
         running = [request for request in self.requests.values() if request.running]
-        waiting = (request for request in self.requests.values() if not request.running)
+        waiting = (
+            request for request in self.requests.values() if not request.running and not request.is_paused
+        )
         ordered = sorted(waiting, key=lambda request: (request.priority, request.number))
         return running + ordered[: self.limits.requests]
 
@@ -190,12 +193,19 @@ class Engine:
     def _choose(self, logits: Tensor, rows: Sequence[tuple[int, Request, int]]) -> list[Chosen]:
         """Choose the next token of each request whose tokens are all computed; keep what is asked of the others."""
         ends: list[tuple[int, Request]] = []
+        groups: list[BeamGroup] = []
         for row, (_, request, place) in enumerate(rows):
             if place < len(request.prompt):
                 count = request.sampling.prompt_logprobs or 0
                 request.prompt_logprobs += logprobs_of(logits[row : row + 1], [request.prompt[place]], count)
-            if place == request.length:
+            if place == request.length and request.group is not None:
+                request.group.logprobs[request.number] = logits[row].float().log_softmax(-1)
+                groups.append(request.group)
+            elif place == request.length:
                 ends += [(row, member) for member in self._members(request)]
+        for group in {id(group): group for group in groups}.values():
+            if len(group.logprobs) == len(group.members):
+                self._advance(group)
         if not ends:
             return []
         last = logits[torch.tensor([row for row, _ in ends], device=logits.device)]
@@ -215,17 +225,36 @@ class Engine:
             for row, ((_, request), token) in enumerate(zip(ends, tokens, strict=True))
         ]
 
+    def _advance(self, group: BeamGroup) -> None:
+        """Let beams go on by one token: each becomes as many requests as follow it, which hold its blocks together."""
+        before, group.members = group.members, []
+        logprobs = torch.stack([group.logprobs[request.number] for request in before])
+        group.logprobs.clear()
+        for move in group.search.advance(logprobs):
+            beam = before[move.beam]
+            request = self._fork(beam, beam.index)
+            request.answer, request.group = [*beam.answer, move.token], group
+            group.members.append(request)
+        for request in before:
+            self.end(request, "stop")
+
+    def _fork(self, request: Request, index: int) -> Request:
+        """Return a request that goes on from where another one stands, with the same blocks."""
+        other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
+        other.priority, other.running, other.computed = request.priority, request.running, request.computed
+        other.blocks = list(request.blocks)
+        self.pool.share(other.blocks)
+        self.requests[other.number] = other
+        return other
+
     def _members(self, request: Request) -> list[Request]:
         """Return a request and, where its prompt has just been computed, the others of its `n` answers."""
         members = [request]
         if request.index == 0 and not request.answer:
             for index in range(1, request.sampling.n):
-                other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
-                other.priority, other.index, other.first = request.priority, index, request.number
-                other.running, other.matcher = True, request.matcher and request.matcher.copy()
-                other.blocks, other.computed = list(request.blocks), request.computed
-                self.pool.share(other.blocks)
-                self.requests[other.number] = other
+                other = self._fork(request, index)
+                other.index, other.first = index, request.number
+                other.matcher = request.matcher and request.matcher.copy()
                 request.siblings.append(other)
                 members.append(other)
         return members

@@ -19,6 +19,7 @@ from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
+from cai_apps.engine.beam import BeamGroup, BeamOptions, BeamSearch
 from cai_apps.engine.engine import Engine
 from cai_apps.engine.grammar import Grammars
 from cai_apps.engine.request import Ending, Request
@@ -195,6 +196,64 @@ class LLM:
     ) -> Iterator[Piece]:
         """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest."""
         return self._pieces(self._ask(self._many(prompts), sampling, changes))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], options: BeamOptions = BeamOptions(), count: int = 1
+    ) -> list[Output]:
+        """Return the likeliest answers to prompts by beam search, those of transformers' `generate(num_beams=...)`.
+
+        Args:
+            prompts: texts or ids; one or many.
+            options: how beams are searched.
+            count: answers to each prompt, the best first; `options.width` at most.
+
+        Raises:
+            ConfigError: as `generate`, or there is no room for all beams of a prompt.
+        """
+        if not 1 <= count <= options.width:
+            raise ConfigError(
+                "there are not as many beams", got=count, expected=f"1 to {options.width} answers"
+            )
+        sampling = Sampling(max_tokens=options.max_tokens, temperature=0)
+        many = self._many(prompts)
+        self._check_beams(many, options)
+        groups = []
+        for request in self._ask(many, sampling, {}):
+            request.group = BeamGroup(BeamSearch(options, self.engine.ends), [request])
+            groups.append(request.group)
+        try:
+            with self.engine.computing():
+                while not all(group.search.is_done for group in groups):
+                    self.engine.step()
+        finally:
+            self._cancel([request for group in groups for request in group.members])
+        return [self._searched(*pair, count) for pair in zip(many, groups, strict=True)]
+
+    def _searched(self, prompt: Sequence[int], group: BeamGroup, count: int) -> Output:
+        answers = []
+        for _, ids in group.search.answers[:count]:
+            text = ""
+            if self.tokenizer is not None:
+                writer = AnswerText(self.tokenizer, prompt, ())
+                for token in ids:
+                    writer.add(token)
+                writer.finish()
+                text = writer.text
+            answers.append(Answer(ids, text, "stop" if ids[-1] in self.engine.ends else "length"))
+        return Output(tuple(prompt), tuple(answers))
+
+    def _check_beams(self, prompts: Sequence[Sequence[int]], options: BeamOptions) -> None:
+        """Raise ConfigError where the beams of a prompt need more blocks than there are."""
+        pool = self.engine.pool
+        longest = max((len(prompt) for prompt in prompts), default=0) + options.max_tokens
+        blocks = options.width * -(-longest // pool.size)
+        if blocks > pool.count:
+            raise ConfigError(
+                "the beams of a prompt are longer than the cache",
+                got=f"{options.width} beams of up to {longest} tokens",
+                expected=f"at most {pool.count} blocks of {pool.size} tokens",
+                fix="give the engine more memory, or lower max_tokens or the width",
+            )
 
     def question(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of messages up to where the assistant's next answer begins."""

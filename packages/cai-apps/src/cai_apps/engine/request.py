@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cai_apps.engine.beam import BeamGroup
 from cai_apps.engine.blocks import ROOT, BlockPool, block_digest
 from cai_apps.engine.grammar import Matcher
 from cai_apps.engine.sampling import Sampling, TokenLogprob
@@ -35,6 +36,7 @@ class Request:
         published: number of its blocks that others can find.
         running: whether it holds blocks.
         matcher: the state of an answer that has a form; None: it may be any text.
+        group: the beams that it is one of; None: it goes on by itself.
         siblings: the other answers to its prompt, if it is the first of `n`.
         text: the answer's, as far as it is certain.
         logprobs, prompt_logprobs: a number for each token of the answer, and of the prompt but the first.
@@ -54,6 +56,7 @@ class Request:
     published: int = 0
     running: bool = False
     matcher: Matcher | None = None
+    group: BeamGroup | None = None
     siblings: list[Request] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -65,6 +68,11 @@ class Request:
     def leader(self) -> int:
         """The number of the first of the `n` answers to its prompt."""
         return self.number if self.index == 0 else self.first
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its next token waits for other beams."""
+        return self.group is not None and self.number in self.group.logprobs
 
     @property
     def length(self) -> int:

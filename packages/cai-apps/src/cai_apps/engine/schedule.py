@@ -18,7 +18,8 @@ class Demand:
     Args:
         number: the request's.
         length: tokens that it has, prompt and answer.
-        computed: tokens of these whose keys are in the cache; of a waiting one those that blocks of others have.
+        computed: tokens of these whose keys are in the cache; of a waiting one those that blocks of others have. One
+            of which all are computed is not in the batch, but may give its blocks to others.
         blocks: blocks that it holds; of a waiting one those of `computed`.
         freed: blocks that come free if it gives its own back; of a waiting one those of `blocks` nobody holds.
         running: whether it holds its blocks; a waiting one would take them.
@@ -111,7 +112,9 @@ def schedule(demands: Sequence[Demand], free: int, limits: Limits) -> Schedule:
     running = sorted((demand for demand in demands if demand.running), key=lambda demand: demand.order)
     waiting = sorted((demand for demand in demands if not demand.running), key=lambda demand: demand.order)
     room = _Room(free, limits, [demand.number for demand in running])
-    for demand in sorted(running, key=lambda demand: demand.missing > 1):  # stable: those that go on first
+    for demand in sorted(
+        (demand for demand in running if demand.missing), key=lambda demand: demand.missing > 1
+    ):  # stable: those that go on first
         while demand.number in room.running and room.tokens and not room.add(demand):
             if demand.missing > 1 and room.chunks:
                 break
