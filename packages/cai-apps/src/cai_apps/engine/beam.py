@@ -57,7 +57,7 @@ class BeamSearch:
     """The beginnings of one prompt's answers, and the answers that have ended.
 
     Args:
-        options: how beams are searched.
+        options: width and length of the search.
         ends: ids at which an answer ends.
 
     Attributes:

@@ -204,7 +204,7 @@ class LLM:
 
         Args:
             prompts: texts or ids; one or many.
-            options: how beams are searched.
+            options: width and length of the search.
             count: answers to each prompt, the best first; `options.width` at most.
 
         Raises:
