@@ -8,9 +8,10 @@ import torch.distributed as dist
 from engine_toys import prompts, small_model, written
 
 from cai_apps.engine import LLM, Engine, EngineOptions
+from cai_mesh.errors import ConfigError
 from cai_mesh.testing import run_ranks
 from cai_tensor_parallel import parallelize
-from cai_zero import shard_optimizer
+from cai_zero import shard_module, shard_optimizer
 
 
 def by_tensor_ranks(kind: str, asked, sequence: bool):
@@ -65,3 +66,20 @@ def between_steps(stage: int, asked):
 def test_data_ranks_answer_between_steps_and_train_on(stage):
     answering = run_ranks(2, between_steps, stage, prompts(4), timeout=240)
     assert answering == run_ranks(2, between_steps, stage, [], timeout=240)
+
+
+def in_stage_3(asked):
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    model = small_model("llama")
+    shard_module(model, mesh)
+    with pytest.raises(ConfigError, match="ZeRO-3 divides"):
+        LLM(model)
+    outputs = LLM(model, ranks=mesh.get_group()).generate(asked, temperature=0, max_tokens=5)
+    model(input_ids=torch.tensor([asked[0]]), labels=torch.tensor([asked[0]])).loss.backward()
+    return [list(output.token_ids) for output in outputs]
+
+
+def test_ranks_of_stage_3_write_together():
+    asked, model = prompts(3, seed=5), small_model("llama")
+    expected = [written(model, prompt, 5) for prompt in asked]
+    assert run_ranks(2, in_stage_3, asked, timeout=240) == [expected, expected]

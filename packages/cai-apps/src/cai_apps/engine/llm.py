@@ -28,7 +28,8 @@ from cai_apps.engine.sampling import Sampling, TokenLogprob
 from cai_apps.engine.schedule import Limits
 from cai_apps.engine.text import AnswerText
 from cai_mesh.comm import all_gather_object
-from cai_mesh.errors import ConfigError
+from cai_mesh.errors import ConfigError, PlanError
+from cai_zero import sharding_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -117,8 +118,9 @@ class LLM:
             trains on afterwards as though nothing had been.
         tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
         options: the size of the engine.
-        ranks: tensor ranks that compute the model together: they are given the same prompts in the same order and
-            return the same answers. None: this process has the model alone, as a data rank of ZeRO 0 to 2 does.
+        ranks: ranks that compute the model together, as tensor ranks and those of ZeRO-3 do: they are given the same
+            prompts in the same order and return the same answers. None: this process has the model alone, as a data
+            rank of ZeRO 0 to 2 does.
 
     Raises:
         ConfigError: there is no such directory, or no room, or a model of this kind cannot go on from keys in a cache.
@@ -139,6 +141,11 @@ class LLM:
         if not isinstance(model, nn.Module):
             tokenizer = model if tokenizer is None else tokenizer
             model = open_pretrained(Path(model), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if ranks is None and _is_divided(model):
+            raise ConfigError(
+                "ZeRO-3 divides the weights of this model over ranks, which can only compute it together",
+                fix="LLM(model, ranks=GROUP) on all of them, with the same prompts; or train in stage 2",
+            )
         self.model = model
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         config: Any = model.config
@@ -380,6 +387,15 @@ class LLM:
 
 def _all(requests: Sequence[Request]) -> list[Request]:
     return [member for request in requests for member in [request, *request.siblings]]
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """Return whether ZeRO-3 has divided the weights of a model."""
+    try:
+        sharding_of(model)
+    except PlanError:
+        return False
+    return True
 
 
 def _ends(model: Any, tokenizer: PreTrainedTokenizerFast | None) -> set[int]:
