@@ -201,8 +201,21 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: Samplings = Sampling(), **changes: Any
     ) -> Iterator[Piece]:
-        """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest."""
-        return self._pieces(self._ask(self._many(prompts), sampling, changes))
+        """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest.
+
+        While whoever listens has a piece, the model is as it was. Arguments and errors are those of `generate`, at the
+        first piece.
+        """
+        pieces = self._run(self._ask(self._many(prompts), sampling, changes))
+        try:
+            while True:
+                with self.engine.computing():
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            pieces.close()
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], options: BeamOptions = BeamOptions(), count: int = 1
@@ -334,19 +347,6 @@ class LLM:
             )
         if sampling.stop:
             self._need_tokenizer("a text ends the answer")
-
-    def _pieces(self, requests: Sequence[Request]) -> Iterator[Piece]:
-        """Yield what `_run` does; while whoever listens has a piece, the model is as it was."""
-        pieces = self._run(requests)
-        try:
-            while True:
-                with self.engine.computing():
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            pieces.close()
 
     def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
         """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled."""
