@@ -296,6 +296,19 @@ def test_tokens_stream_and_who_stops_listening_cancels_the_rest():
     assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
 
 
+def test_streams_of_one_engine_do_not_disturb_each_other():
+    model, asked = small_model("llama"), prompts(3)
+    llm = tight(model, blocks=60)
+    expected = [written(model, prompt, 6) for prompt in asked]
+    first, second = (llm.stream([prompt], temperature=0, max_tokens=6) for prompt in asked[:2])
+    pieces = [next(first), next(second)]
+    (between,) = llm.generate([asked[2]], temperature=0, max_tokens=6)
+    assert list(between.token_ids) == expected[2]
+    assert [pieces[0].token_id, *(piece.token_id for piece in first)] == expected[0]
+    assert [pieces[1].token_id, *(piece.token_id for piece in second)] == expected[1]
+    assert llm.engine.pool.free == llm.engine.pool.count and not llm.engine.requests
+
+
 def test_what_cannot_be_computed_is_refused():
     model = small_model("llama")
     llm = tight(model)

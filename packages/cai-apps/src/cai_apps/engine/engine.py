@@ -253,7 +253,7 @@ class Engine:
         if request.index == 0 and not request.answer:
             for index in range(1, request.sampling.n):
                 other = self._fork(request, index)
-                other.index, other.first = index, request.number
+                other.index = index
                 other.matcher = request.matcher and request.matcher.copy()
                 request.siblings.append(other)
                 members.append(other)

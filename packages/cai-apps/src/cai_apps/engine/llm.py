@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -349,29 +350,42 @@ class LLM:
             self._need_tokenizer("a text ends the answer")
 
     def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
-        """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled."""
-        numbers = {request.number: number for number, request in enumerate(requests)}
+        """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled.
+
+        Others may step the same engine in between: what is told of a request is what its answer has more than before.
+        """
         texts: dict[int, AnswerText] = {}
+        told: Counter[int] = Counter()
         try:
-            while any(request.ending is None for request in _all(requests)):
-                for token in self.engine.step():
-                    yield self._piece(token.request, numbers[token.request.leader], token.token, texts)
+            while True:
+                for number, first in enumerate(requests):
+                    for request in [first, *first.siblings]:
+                        while told[request.number] < len(request.answer):
+                            told[request.number] += 1
+                            yield self._piece(request, number, told[request.number], texts)
+                if all(request.ending is not None for request in _all(requests)):
+                    return
+                self.engine.step()
         finally:
             self._cancel(_all(requests))
 
-    def _piece(self, request: Request, number: int, token: int, texts: dict[int, AnswerText]) -> Piece:
-        text = ""
+    def _piece(self, request: Request, number: int, count: int, texts: dict[int, AnswerText]) -> Piece:
+        """Return the piece of an answer's token number `count`; end the answer there if its text meets one that stops it."""
+        text, token = "", request.answer[count - 1]
         if self.tokenizer is not None:
             stop = request.sampling.stop
             writer = texts.setdefault(request.number, AnswerText(self.tokenizer, request.prompt, stop))
             writer.add(token)
-            if writer.is_stopped and request.ending in (None, "length"):
+            if writer.is_stopped:
                 self.engine.end(request, "stop")
-            if request.ending is not None:
+                del request.answer[count:], request.logprobs[count:]
+            is_last = request.ending is not None and count == len(request.answer)
+            if is_last:
                 writer.finish()
-            text = writer.pass_on(ends=request.ending is not None)
+            text = writer.pass_on(ends=is_last)
             request.text = writer.text
-        return Piece(number, request.index, token, text, request.ending)
+        ending = request.ending if count == len(request.answer) else None
+        return Piece(number, request.index, token, text, ending)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -27,7 +27,6 @@ class Request:
         seed: the seed of its noise.
         priority: the lowest number goes first.
         index: its number among the `n` answers to its prompt.
-        first: the number of the first of them.
 
     Attributes:
         answer: ids that were chosen.
@@ -49,7 +48,6 @@ class Request:
     seed: int
     priority: int = 0
     index: int = 0
-    first: int = -1
     answer: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -63,11 +61,6 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     ending: Ending | None = None
     _digests: list[bytes] = field(default_factory=list)
-
-    @property
-    def leader(self) -> int:
-        """The number of the first of the `n` answers to its prompt."""
-        return self.number if self.index == 0 else self.first
 
     @property
     def is_paused(self) -> bool:
