@@ -370,7 +370,7 @@ class LLM:
             self._cancel(_all(requests))
 
     def _piece(self, request: Request, number: int, count: int, texts: dict[int, AnswerText]) -> Piece:
-        """Return the piece of an answer's token number `count`; end the answer there if its text meets one that stops it."""
+        """Return the piece of token number `count` of an answer; end the answer there if a text of `stop` is met."""
         text, token = "", request.answer[count - 1]
         if self.tokenizer is not None:
             stop = request.sampling.stop
