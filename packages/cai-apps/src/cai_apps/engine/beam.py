@@ -7,15 +7,11 @@ of its length, the best `width` are kept, and the search ends when no beginning 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from cai_mesh.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cai_apps.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -112,20 +108,3 @@ class BeamSearch:
             return False
         best = self._scores[0] / length**self._options.length_penalty
         return self._options.early_stopping or best <= self.answers[-1][0]
-
-
-@dataclass
-class BeamGroup:
-    """The requests that are the beginnings of one prompt's answers.
-
-    Args:
-        search: the search.
-
-    Attributes:
-        members: the requests, in the order of the search's last moves.
-        logprobs: log-probabilities [V] of the token after each request, by its number; the group waits for all.
-    """
-
-    search: BeamSearch
-    members: list[Request] = field(default_factory=list)
-    logprobs: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.compose.documents import document_rule
-from cai_apps.engine.beam import BeamGroup
 from cai_apps.engine.blocks import BlockPool
-from cai_apps.engine.request import Ending, Request
+from cai_apps.engine.request import BeamGroup, Ending, Request
 from cai_apps.engine.sampling import Draw, Sampling, TokenLogprob, choose_tokens, logprobs_of
 from cai_apps.engine.schedule import Limits, Schedule, schedule
 from cai_apps.engine.step import CachedAttention, Part, Step

@@ -20,10 +20,10 @@ from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
-from cai_apps.engine.beam import BeamGroup, BeamOptions, BeamSearch
+from cai_apps.engine.beam import BeamOptions, BeamSearch
 from cai_apps.engine.engine import Engine
 from cai_apps.engine.grammar import Grammars
-from cai_apps.engine.request import Ending, Request
+from cai_apps.engine.request import BeamGroup, Ending, Request
 from cai_apps.engine.room import EngineOptions, block_count
 from cai_apps.engine.sampling import Sampling, TokenLogprob
 from cai_apps.engine.schedule import Limits
@@ -355,14 +355,14 @@ class LLM:
         Others may step the same engine in between: what is told of a request is what its answer has more than before.
         """
         texts: dict[int, AnswerText] = {}
-        told: Counter[int] = Counter()
+        passed: Counter[int] = Counter()
         try:
             while True:
                 for number, first in enumerate(requests):
                     for request in [first, *first.siblings]:
-                        while told[request.number] < len(request.answer):
-                            told[request.number] += 1
-                            yield self._piece(request, number, told[request.number], texts)
+                        while passed[request.number] < len(request.answer):
+                            passed[request.number] += 1
+                            yield self._piece(request, number, passed[request.number], texts)
                 if all(request.ending is not None for request in _all(requests)):
                     return
                 self.engine.step()
@@ -420,5 +420,5 @@ def _ends(model: Any, tokenizer: PreTrainedTokenizerFast | None) -> set[int]:
         ends = getattr(model.config, "eos_token_id", None)
     if ends is None and tokenizer is not None:
         ends = tokenizer.eos_token_id
-    numbers: list[int] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    numbers: list[Any] = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     return set(numbers)

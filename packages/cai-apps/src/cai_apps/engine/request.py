@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cai_apps.engine.beam import BeamGroup
+import torch
+
+from cai_apps.engine.beam import BeamSearch
 from cai_apps.engine.blocks import ROOT, BlockPool, block_digest
 from cai_apps.engine.grammar import Matcher
 from cai_apps.engine.sampling import Sampling, TokenLogprob
@@ -14,6 +16,23 @@ from cai_apps.engine.schedule import Demand
 
 Ending = Literal["stop", "length", "cancelled"]
 """Why an answer ended: at an end that the model chose or a text that stops it, at its length, or by its user."""
+
+
+@dataclass
+class BeamGroup:
+    """The requests that are the beginnings of one prompt's answers.
+
+    Args:
+        search: the search.
+
+    Attributes:
+        members: the requests, in the order of the search's last moves.
+        logprobs: log-probabilities [V] of the token after each request, by its number; the group waits for all.
+    """
+
+    search: BeamSearch
+    members: list[Request] = field(default_factory=list)
+    logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
