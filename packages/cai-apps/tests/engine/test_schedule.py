@@ -61,6 +61,14 @@ def test_no_more_run_than_may():
     assert plan.admitted == (0, 1, 2, 3)
 
 
+def test_what_waits_for_others_gives_way_to_those():
+    """As beams do whose tokens are all computed, while one of theirs waits for room."""
+    paused = [running(number, 8, 8, 2) for number in range(2)]
+    plan = schedule([*paused, waiting(5, 12)], 1, LIMITS)
+    assert plan.preempted == (1,) and plan.admitted == (5,)
+    assert not schedule(paused, 0, LIMITS).chunks
+
+
 def test_a_copy_needs_a_block():
     assert schedule([running(0, 7, 6, 2, copies=True)], 1, LIMITS).chunks == (Chunk(0, 6, 1, 1),)
     assert schedule([running(0, 7, 6, 2, copies=True)], 0, LIMITS).preempted == (0,)

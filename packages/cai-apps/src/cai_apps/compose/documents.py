@@ -139,14 +139,7 @@ def check_reads_prefixes(model: PreTrainedModel, name: str) -> None:
         name: the name of its config.
     """
     otherwise = "leave alignment.share_prompts out"
-    moved = _tried(model, name, PREFIX_ROWS, otherwise)
-    if moved > APART:
-        raise ConfigError(
-            f"{name} does not compute a prompt once for both of its answers",
-            got=f"a small {type(model).__name__}, whose logits differ by {moved:.1e} from those of whole documents",
-            cause="a part of it sees more than attention shows it: a state, a convolution, positions that it counts",
-            fix=otherwise,
-        )
+    _check_goes_on(model, name, f"{name} does not compute a prompt once for both of its answers", otherwise)
 
 
 def check_continues(model: PreTrainedModel, name: str) -> None:
@@ -157,10 +150,14 @@ def check_continues(model: PreTrainedModel, name: str) -> None:
         name: the name of its config.
     """
     otherwise = "generate with transformers' own generate"
+    _check_goes_on(model, name, f"{name} cannot go on from keys and values in a cache alone", otherwise)
+
+
+def _check_goes_on(model: PreTrainedModel, name: str, what: str, otherwise: str) -> None:
     moved = _tried(model, name, PREFIX_ROWS, otherwise)
     if moved > APART:
         raise ConfigError(
-            f"{name} cannot go on from keys and values in a cache alone",
+            what,
             got=f"a small {type(model).__name__}, whose logits differ by {moved:.1e} from those of whole texts",
             cause="a part of it sees more than attention shows it: a state, a convolution, positions that it counts",
             fix=otherwise,

@@ -18,7 +18,7 @@ from cai_apps.engine.sampling import Draw, Sampling, TokenLogprob, choose_tokens
 from cai_apps.engine.schedule import Limits, Schedule, schedule
 from cai_apps.engine.step import CachedAttention, Part, Step
 from cai_mesh.attention import attention_layers, attention_replaced
-from cai_mesh.errors import ConfigError
+from cai_mesh.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class Engine:
             return []
         plan = schedule(demands, self.pool.free, self.limits)
         step = self._begin(plan)
+        if not plan.chunks:  # blocks that several requests held are free now
+            return []
         rows = self._rows(plan)
         logits = self._forward(step, [row for row, *_ in rows])
         for chunk in plan.chunks:
@@ -198,6 +200,7 @@ class Engine:
                 count = request.sampling.prompt_logprobs or 0
                 request.prompt_logprobs += logprobs_of(logits[row : row + 1], [request.prompt[place]], count)
             if place == request.length and request.group is not None:
+                _check_numbers(logits[row])
                 request.group.logprobs[request.number] = logits[row].float().log_softmax(-1)
                 groups.append(request.group)
             elif place == request.length:
@@ -208,6 +211,7 @@ class Engine:
         if not ends:
             return []
         last = logits[torch.tensor([row for row, _ in ends], device=logits.device)]
+        _check_numbers(last)
         draws = [
             Draw(
                 request.sampling,
@@ -282,8 +286,25 @@ class Engine:
         self.requests.pop(request.number, None)
         self._give_back(request)
 
+    def free(self) -> None:
+        """Free the memory of the cache, where no request is left; the next step takes it again."""
+        if not self.requests:
+            self.pool.forget()
+            for rule in self._rules.values():
+                rule.free()
+
     def _give_back(self, request: Request) -> None:
         if not request.answer:
             request.prompt_logprobs.clear()  # they come again with the prompt
         self.pool.give_back(request.blocks)
         request.blocks, request.computed, request.published, request.running = [], 0, 0, False
+
+
+def _check_numbers(logits: Tensor) -> None:
+    """Raise CheckpointError where a model predicts what is no number."""
+    if logits.isnan().any():
+        raise CheckpointError(
+            "what the model predicts is not finite",
+            cause="its weights are damaged, or it was trained too fast",
+            fix="take an earlier checkpoint",
+        )

@@ -43,6 +43,8 @@ class Matcher:
     def add(self, token: int) -> bool:
         """Add the token that was chosen; return whether the form is complete, so that none may follow."""
         self._state.consume_token(token)
+        if self._state.is_error():
+            raise ConfigError("llguidance gave up on the form of an answer", cause=self._state.get_error())
         return bool(self._state.is_stopped())
 
     def copy(self) -> Matcher:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cai_apps.compose.documents import check_continues
-from cai_apps.compose.models import meta_model
+from cai_apps.compose.models import meta_model, pretrained_directory
 from cai_apps.compose.pretrained import open_pretrained
 from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
@@ -115,8 +116,8 @@ class LLM:
     blocks that requests share where they begin alike.
 
     Args:
-        model: a directory of Hugging Face with weights, or a module. A module is used where it is, in its dtype, and
-            trains on afterwards as though nothing had been.
+        model: a directory of Hugging Face with weights, a hub id, or a module. A module is used where it is, in its
+            dtype, and trains on afterwards as though nothing had been: between calls the cache has no memory.
         tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
         options: the size of the engine.
         ranks: ranks that compute the model together, as tensor ranks and those of ZeRO-3 do: they are given the same
@@ -141,7 +142,9 @@ class LLM:
         self._is_live = isinstance(model, nn.Module)
         if not isinstance(model, nn.Module):
             tokenizer = model if tokenizer is None else tokenizer
-            model = open_pretrained(Path(model), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            model = open_pretrained(
+                pretrained_directory(str(model)), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            )
         if ranks is None and _is_divided(model):
             raise ConfigError(
                 "ZeRO-3 divides the weights of this model over ranks, which can only compute it together",
@@ -149,10 +152,8 @@ class LLM:
             )
         self.model = model
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        config: Any = model.config
-        plain = type(config).from_dict(config.to_dict())  # without the attention that it trains with
-        check_continues(meta_model(plain), config.model_type)
-        longest = getattr(config, "max_position_embeddings", None)
+        check_kind(model)
+        longest = getattr(model.config, "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) and longest > 0 else None
         self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         blocks = min(all_gather_object(block_count(model, options, self.longest), ranks))
@@ -287,13 +288,14 @@ class LLM:
         self.engine.pool.forget()
 
     def _many(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # an array or a tensor of ids
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         return [self._ids(prompt) for prompt in ([prompts] if one else prompts)]  # type: ignore[misc,union-attr]
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return prompt_ids(self._need_tokenizer("a prompt is text"), prompt)
-        return list(prompt)
+        return [int(token) for token in prompt]
 
     def _need_tokenizer(self, reason: str) -> PreTrainedTokenizerFast:
         if self.tokenizer is None:
@@ -338,14 +340,20 @@ class LLM:
                 expected=f"at most {self.longest} (max_position_embeddings)",
                 fix="shorten the prompt, or lower max_tokens",
             )
-        wrong = [token for token in prompt if not 0 <= token < self._words]
-        if wrong:
-            raise ConfigError(
-                "the prompt has ids that the model does not know",
-                got=wrong[0],
-                expected=f"0 to {self._words - 1}",
-                cause="the tokenizer is another model's",
-            )
+        ids = {
+            "the prompt": prompt,
+            "logit_bias": sampling.logit_bias,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for name, tokens in ids.items():
+            wrong = [token for token in tokens if not 0 <= token < self._words]
+            if wrong:
+                raise ConfigError(
+                    f"{name} has ids that the model does not know",
+                    got=wrong[0],
+                    expected=f"0 to {self._words - 1}",
+                    cause="the tokenizer is another model's" if name == "the prompt" else "",
+                )
         if sampling.stop:
             self._need_tokenizer("a text ends the answer")
 
@@ -388,8 +396,11 @@ class LLM:
         return Piece(number, request.index, token, text, ending)
 
     def _cancel(self, requests: Sequence[Request]) -> None:
+        """End requests; a module that trains on has the memory of the cache again where none is left."""
         for request in requests:
             self.engine.cancel(request.number)
+        if self._is_live:
+            self.engine.free()
 
     def _output(self, request: Request) -> Output:
         answers = [
@@ -401,6 +412,16 @@ class LLM:
 
 def _all(requests: Sequence[Request]) -> list[Request]:
     return [member for request in requests for member in [request, *request.siblings]]
+
+
+def check_kind(model: Any) -> None:
+    """Refuse a model of a kind that the engine cannot compute, by a trial of a small one.
+
+    Raises:
+        ConfigError: its attention cannot be exchanged, or it cannot go on from keys and values alone, or be tried.
+    """
+    plain = type(model.config).from_dict(model.config.to_dict())  # without the attention that it trains with
+    check_continues(meta_model(plain), model.config.model_type)
 
 
 def _is_divided(model: nn.Module) -> bool:

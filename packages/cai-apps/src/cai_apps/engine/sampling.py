@@ -86,7 +86,6 @@ class Sampling:
             raise ConfigError(
                 "a stop text is empty", got=list(self.stop), expected="texts of one character at least"
             )
-
         if sum(getattr(self, name) is not None for name in FORMS) > 1:
             raise ConfigError("an answer has one form", expected="one of " + ", ".join(FORMS))
 

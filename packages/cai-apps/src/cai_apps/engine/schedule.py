@@ -102,7 +102,8 @@ def schedule(demands: Sequence[Demand], free: int, limits: Limits) -> Schedule:
     Requests that only go on come first, one token each, then prompts that have begun, then those that wait, each group
     by priority and arrival. A request that goes on where no block is free takes those of the last one that runs and is
     not in the batch yet, or gives up its own; a prompt waits while others go on. One that waits begins when there is
-    room for all that it has.
+    room for all that it has. A schedule without chunks gives blocks back: the next one has them, those too that several
+    requests held.
 
     Args:
         demands: all requests.
@@ -120,9 +121,15 @@ def schedule(demands: Sequence[Demand], free: int, limits: Limits) -> Schedule:
                 break
             victim = next(other for other in reversed(running) if other.number in room.undecided)
             room.preempt(victim)
+    is_stuck = not room.chunks and not room.preempted
+    if is_stuck and waiting:  # all that run wait for others, which have no room
+        for other in reversed(running):
+            if len(room.running) >= limits.requests or not room.fits(waiting[0]):
+                room.preempt(other)
     admitted = []
     for demand in waiting:
-        if room.preempted or len(room.running) >= limits.requests or not room.tokens or not room.fits(demand):
+        is_full = len(room.running) >= limits.requests or not room.tokens or not room.fits(demand)
+        if is_full or (room.preempted and not is_stuck):
             break  # nobody overtakes
         room.add(demand)
         admitted.append(demand.number)

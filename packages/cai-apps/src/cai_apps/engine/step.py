@@ -135,6 +135,10 @@ class CachedAttention:
         pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (keys, values))
         return self._rule(query, *pair, replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts))
 
+    def free(self) -> None:
+        """Free the blocks' memory."""
+        self._keys = self._values = self.step = None
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, of which each pair names one and where it goes."""
         sources, targets = zip(*pairs, strict=True)

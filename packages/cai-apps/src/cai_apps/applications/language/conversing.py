@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -78,11 +79,9 @@ def _answered(writer: Writer, renderer: Renderer, messages: list[Message], sampl
     """Print an answer while it is written, and return it; an interrupt ends it there."""
     ids = renderer.question(Conversation(tuple(messages)))
     answer = ""
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         for text in writer.stream(ids, sampling):
             print(text, end="", flush=True)
             answer += text
-    except KeyboardInterrupt:
-        pass
     print()
     return answer

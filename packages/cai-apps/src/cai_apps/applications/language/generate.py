@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,10 @@ from cai_apps.data.prepare import check_ids
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_apps.engine import LLM, Answer, EngineOptions, Sampling
+from cai_apps.engine.llm import check_kind
 from cai_apps.engine.text import AnswerText
 from cai_kernels import QuantizedKind
-from cai_mesh.errors import CheckpointError, ConfigError, PlanError
+from cai_mesh.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,6 +177,7 @@ def continued(
     """Return the text of a prompt's ids and those chosen after them, or of the latter alone; errors as `generate`."""
     writer = Writer(place, tokenizer, ONE)
     writer.check(prompt, sampling)
+    writer.check_finite(prompt)
     (answer,) = writer.answers([prompt], [sampling])
     if only_new:
         return answer.text
@@ -203,9 +206,12 @@ class Writer:
         self.llm: LLM | None = None
         self.refusal = ""
         try:
-            self.llm = LLM(self.model, tokenizer, options=options)
-        except (ConfigError, PlanError) as error:
+            check_kind(self.model)
+        except ConfigError as error:
             self.refusal = error.what
+            print(f"transformers computes this model, one prompt at a time: {error.what}", file=sys.stderr)
+        else:
+            self.llm = LLM(self.model, tokenizer, options=options)
 
     @classmethod
     def of(cls, place: Place) -> Writer:
@@ -227,7 +233,7 @@ class Writer:
             yield piece.text
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raise an error of `generate` where a prompt cannot be continued, or the model predicts nothing finite."""
+        """Raise an error of `generate` where a prompt cannot be continued."""
         if not prompt:
             raise ConfigError("the prompt is empty", expected="text of one token at least")
         check_ids(np.asarray(prompt), self.model.get_input_embeddings().num_embeddings)
@@ -238,6 +244,9 @@ class Writer:
                 got=f"{len(prompt)} + {sampling.max_tokens} tokens",
                 expected=f"at most {limit} (max_position_embeddings)",
             )
+
+    def check_finite(self, prompt: Sequence[int]) -> None:
+        """Raise CheckpointError where the model predicts nothing finite after a prompt."""
         with torch.inference_mode():
             logits = self.model(input_ids=torch.tensor([prompt], device=self.device)).logits
         if not logits.isfinite().all():

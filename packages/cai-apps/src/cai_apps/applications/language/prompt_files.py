@@ -19,6 +19,8 @@ from cai_mesh.errors import DataError
 
 PROMPT_KEYS = ("prompt", "text")
 """Keys of a record whose value is a text to go on with."""
+WRITTEN = {"answer", "ending"}
+"""Keys that a line of answers has beside those of its record."""
 AT_ONCE = 256
 """Prompts whose answers are written before the next ones are computed."""
 
@@ -52,7 +54,7 @@ def read_prompts(
         DataError: a line is none of these; it is named. Or the file has none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 stands inside of texts
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read", cause=str(error), expected="a file of texts in UTF-8"
@@ -67,6 +69,12 @@ def read_prompts(
             prompts.append(FilePrompt(record, as_ids(record)))
         except DataError as error:
             raise DataError(f"{path}:{number}: {error.what}", **_parts(error)) from None
+        if WRITTEN & record.keys():
+            raise DataError(
+                f"{path}:{number} has what the answers are written with",
+                got=", ".join(sorted(WRITTEN & record.keys())),
+                fix="give these keys another name",
+            )
     if not prompts:
         raise DataError(f"{path} has no prompt", expected="one a line")
     return prompts
@@ -94,6 +102,7 @@ def answer_file(
     writer = Writer(place, tokenizer, EngineOptions())
     for prompt in prompts:
         writer.check(prompt.ids, sampling)
+    writer.check_finite(prompts[0].ids)
     lines = output.open("w", encoding="utf-8") if output is not None else contextlib.nullcontext(sys.stdout)
     done = 0
     with lines as file:
