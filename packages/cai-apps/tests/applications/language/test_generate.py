@@ -115,7 +115,7 @@ def test_a_stop_text_ends_an_answer(home):
     assert "".join(piece.text for piece in pieces) == output.text
 
 
-def test_a_kind_that_the_engine_refuses_is_computed_by_transformers(tmp_path, home):
+def test_a_kind_that_the_engine_refuses_is_computed_by_transformers(tmp_path, home, capsys):
     from transformers import AutoConfig
 
     options = {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 600}
@@ -125,6 +125,7 @@ def test_a_kind_that_the_engine_refuses_is_computed_by_transformers(tmp_path, ho
     LLM(home).tokenizer.save_pretrained(tmp_path)
     writer = Writer.of(place_of(tmp_path))
     assert writer.llm is None and "bloom" in writer.refusal.lower()
+    assert "transformers computes this model" in capsys.readouterr().err
     (answer,) = writer.answers([[5, 6, 7]], [Sampling(temperature=0, max_tokens=4)])
     expected = model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=4)[0, 3:]
     assert list(answer.token_ids) == expected.tolist()
@@ -143,6 +144,20 @@ def test_an_answer_of_a_form(home, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) in ("red", "blue")
     assert main(["generate", str(home), *asked, "--regex", "[a-c]{3}"]) == 0
     assert len(capsys.readouterr().out) == 4
+
+
+def test_a_template_of_a_file_and_a_line_separator_within_a_text(home, tmp_path, capsys):
+    template, file = tmp_path / "other.jinja", tmp_path / "prompts.jsonl"
+    template.write_text(TEMPLATE.replace("assistant", "user"))
+    llm = LLM(home)
+    messages = [{"role": "user", "content": "a\u2028b"}]
+    file.write_text(json.dumps({"messages": messages}, ensure_ascii=False), encoding="utf-8")
+    options = ["--chat-template", str(template), "--temperature", "0", "--tokens", "4"]
+    assert main(["generate", str(home), "--prompts", str(file), *options]) == 0
+    ids = llm.tokenizer.apply_chat_template(
+        messages, chat_template=template.read_text(), add_generation_prompt=True, return_dict=False
+    )
+    assert json.loads(capsys.readouterr().out)["answer"] == continued(home, ids, 4)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +179,7 @@ def test_options_that_do_not_go_together(home, options, words, capsys):
 @pytest.mark.parametrize(
     "text, words",
     [
+        ('{"prompt": "x", "answer": 1}', ":1 has what the answers are written with"),
         ("[1]", ":1 is no record"),
         ("{", ":1 is no JSON"),
         ("\n", "has no prompt"),
