@@ -117,7 +117,7 @@ class LLM:
 
     Args:
         model: a directory of Hugging Face with weights, a hub id, or a module. A module is used where it is, in its
-            dtype, and trains on afterwards as though nothing had been: between calls the cache has no memory.
+            dtype, and trains on afterwards as though nothing had been. The cache has no memory between calls.
         tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
         options: the size of the engine.
         ranks: ranks that compute the model together, as tensor ranks and those of ZeRO-3 do: they are given the same
