@@ -62,7 +62,7 @@ def test_keys_split_over_programs(backend):
 
     q, caches, tables, lengths, plain = cache_of([600, 3], 32, 2, 16, torch.float32)
     if DEVICE == "cpu":
-        assert triton.splits_of(2, 2, tables.shape[1] * 32, q.device)[0] > 1
+        assert triton.splits_of(2, 2, tables.shape[1] * 32, q.device) > 1
     out = paged_attention(q, *caches, tables.long(), lengths.long(), scale=0.5, backend=backend)
     expected = torch.stack([one(q[b], *plain[b], 0.5) for b in range(2)]).float()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
@@ -84,12 +84,58 @@ def test_several_new_tokens_a_sequence(backend):
     assert row == len(q)
 
 
-def test_splits_cover_every_key():
+def test_there_are_programs_for_all_multiprocessors():
     from cai_kernels.paged_attention import triton
 
+    device = torch.device(DEVICE)
     for rows, key_heads, most in ((1, 1, 1), (1, 8, 100_000), (256, 8, 4096), (1, 1, 0), (3, 2, 257)):
-        splits, each = triton.splits_of(rows, key_heads, most, torch.device(DEVICE))
-        assert splits * each >= most and (splits - 1) * each <= most and splits <= triton.MAX_SPLITS
+        splits = triton.splits_of(rows, key_heads, most, device)
+        assert 1 <= splits <= min(triton.MAX_SPLITS, max(-(-most // triton.KEYS), 1))
+
+
+SCORES = {
+    "window": {"window": 20},
+    "window of many steps": {"window": 200},
+    "soft cap": {"softcap": 0.7},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 4.0, 0.0])},
+    "all": {"window": 70, "softcap": 2.0, "sinks": torch.tensor([1.3, -1.0, 0.0, -9.0])},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("case", list(SCORES))
+def test_scores_of_other_forms(case, splits, backend, monkeypatch):
+    from cai_kernels.paged_attention import triton
+
+    monkeypatch.setattr(triton, "MAX_SPLITS", 64 if splits else 1)
+    options = {name: value.to(DEVICE) if name == "sinks" else value for name, value in SCORES[case].items()}
+    held = [300, 0, 3, 70]
+    q, caches, tables, lengths, plain = cache_of(held, 16, 2, 32, torch.float32)
+    out = paged_attention(q, *caches, tables, lengths, **options, backend=backend)
+    window, softcap, sinks = (options.get(name) for name in ("window", "softcap", "sinks"))
+    for b, n in enumerate(held):
+        k, v = (t[max(0, n - (window or n)) :].double().repeat_interleave(2, 1) for t in plain[b])
+        scores = torch.einsum("nh,snh->ns", q[b].double(), k) * 32**-0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], 1)
+        weights = torch.softmax(scores, -1)[:, : len(k)] if scores.shape[1] else scores
+        expected = torch.einsum("ns,snh->nh", weights, v)
+        torch.testing.assert_close(out[b].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_of_another_width_and_queries_of_any_strides(backend):
+    held = [70, 5]
+    q, (k_cache, v_cache), tables, lengths, plain = cache_of(held, 16, 2, 24, torch.float32)
+    v_cache = v_cache[..., :16].contiguous()
+    strided = q.transpose(0, 1).contiguous().transpose(0, 1)
+    out = paged_attention(strided, k_cache, v_cache, tables, lengths, backend=backend)
+    for b in range(2):
+        expected = one(q[b], *plain[b], 24**-0.5)[:, :16]
+        torch.testing.assert_close(out[b].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -116,7 +162,7 @@ def test_the_ops_are_clean_for_the_compiler():
 
     q, caches, tables, lengths, _ = cache_of([5, 3], 4, 2, 16, torch.float32)
     sequence = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(triton.paged_attention, (q, *caches, tables, sequence, lengths, 0.5))
+    torch.library.opcheck(triton.paged_attention, (q, *caches, tables, sequence, lengths, None, 0.5, None, None))
     rows = torch.randn(2, 2, 16, device=DEVICE)
     slots = torch.tensor([3, 9], device=DEVICE)
     torch.library.opcheck(triton.paged_append, (torch.zeros_like(caches[0]), rows, slots))

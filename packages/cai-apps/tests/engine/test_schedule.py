@@ -93,7 +93,7 @@ def test_every_request_ends_and_no_block_is_lost(asked, blocks, tokens, most, ra
     for _ in range(6000):
         if not live:
             break
-        plan = schedule([request.demand(pool) for request in live.values()], pool.free, limits)
+        plan = schedule([request.demand(pool, is_tight=True) for request in live.values()], pool.free, limits)
         assert plan.chunks and sum(chunk.tokens for chunk in plan.chunks) <= tokens
         assert not {chunk.number for chunk in plan.chunks} & {*plan.preempted}
         for number in plan.preempted:

@@ -1,39 +1,27 @@
-"""The engine: requests come and go, and each step computes what the schedule says for all of them in one forward."""
+"""The engine: requests come and go, and each step computes what the schedule says for all of them in one forward.
+
+The host does not wait for the tokens of a step: it starts the next one, in which a request's last token is still where
+the GPU wrote it, and reads them then. A request that ended with such a token has computed one more, which is dropped.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
+import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from cai_apps.compose.documents import document_rule
 from cai_apps.engine.blocks import BlockPool
+from cai_apps.engine.flight import Chosen, Flight, check_numbers
+from cai_apps.engine.forward import CachedModel
 from cai_apps.engine.request import BeamGroup, Ending, Request
-from cai_apps.engine.sampling import Draw, Sampling, TokenLogprob, choose_tokens, logprobs_of
-from cai_apps.engine.schedule import Limits, Schedule, schedule
-from cai_apps.engine.step import CachedAttention, Part, Step
-from cai_mesh.attention import attention_layers, attention_replaced
-from cai_mesh.errors import CheckpointError, ConfigError
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A token that a step has chosen.
-
-    Args:
-        request: the request, which has it at the end of its answer.
-        token: its id.
-        logprob: its log-probability, where the request asks for it.
-    """
-
-    request: Request
-    token: int
-    logprob: TokenLogprob | None = None
+from cai_apps.engine.sampling import Draw, Sampling, choose_tokens, logprobs_of
+from cai_apps.engine.schedule import Demand, Limits, Schedule, schedule
+from cai_apps.engine.step import Part, Step
+from cai_mesh.errors import ConfigError
 
 
 class Engine:
@@ -44,22 +32,30 @@ class Engine:
         limits: the size of a forward.
         blocks: blocks of the cache.
         ends: ids at which an answer ends.
+        longest: tokens of the longest request; None: as many as all blocks have.
+        graphs: whether forwards of one token a request are CUDA graphs, on a GPU.
 
     Attributes:
         pool: the blocks.
         requests: those that have not ended, by number.
     """
 
-    def __init__(self, model: nn.Module, limits: Limits, blocks: int, ends: Sequence[int] = ()):
-        self.model, self.limits, self.ends = model, limits, frozenset(ends)
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: Limits,
+        blocks: int,
+        ends: Sequence[int] = (),
+        *,
+        longest: int | None = None,
+        graphs: bool = False,
+    ):
+        self.limits, self.ends = limits, frozenset(ends)
         self.pool = BlockPool(blocks, limits.block_size)
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()
-        self._rules = {
-            name: CachedAttention(blocks, limits.block_size, document_rule)
-            for name, _ in attention_layers(model)
-        }
-        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._model = CachedModel(model, limits, blocks, longest, graphs=graphs)
+        self._flight: Flight | None = None
 
     def add(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, priority: int = 0) -> Request:
         """Add a request and return it; those of `n` answers become as many when the prompt is computed.
@@ -86,47 +82,73 @@ class Engine:
         if number in self.requests:
             self.end(self.requests[number], "cancelled")
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Inside, steps may be made: the model is in evaluation, attends to the cache, and nothing is recorded.
 
         Then each module is as it was, also after an error.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            with torch.no_grad(), attention_replaced(self.model, self._rules.__getitem__):
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        return self._model.computing()
 
     def step(self) -> list[Chosen]:
-        """Compute one forward, inside `computing`; return the tokens that it chose, if any prompt came to its end."""
-        demands = [request.demand(self.pool) for request in self._visible()]
+        """Start one forward, inside `computing`; return the tokens of the one before, which the host knows then.
+
+        Where the next tokens depend on the last ones, as those of a grammar do, those come first.
+        """
+        chosen: list[Chosen] = []
+        if any(request.running and request.needs_answer for request in self.requests.values()):
+            chosen += self._land()
+        flight = self._launch()
+        chosen += self._land()
+        if flight is not None:
+            self._flight = flight
+            for row, request in enumerate(flight.requests):
+                request.pending = row
+        return chosen
+
+    def _launch(self) -> Flight | None:
+        """Compute what the schedule says; return the tokens that it chose, if any."""
+        demands = self._demands()
         if not demands:
-            return []
+            return None
         plan = schedule(demands, self.pool.free, self.limits)
         step = self._begin(plan)
         if not plan.chunks:  # blocks that several requests held are free now
-            return []
+            return None
         rows = self._rows(plan)
-        logits = self._forward(step, [row for row, *_ in rows])
+        logits = self._model.logits(step, [row for row, *_ in rows])
         for chunk in plan.chunks:
             request = self.requests[chunk.number]
             request.computed = chunk.start + chunk.tokens
             self._publish(request)
         return self._choose(logits, rows)
 
-    def _visible(self) -> list[Request]:
-        """All that run, and so many that wait as could be admitted."""
-        running = [request for request in self.requests.values() if request.running]
+    def _land(self) -> list[Chosen]:
+        """Add the tokens of the last step to the answers; those of requests that have ended since are dropped."""
+        flight, self._flight = self._flight, None
+        chosen = []
+        for request, token, logprob in flight.land() if flight is not None else ():
+            if request.ending is None:
+                request.pending = None
+                self._append(request, token)
+                if logprob is not None:
+                    request.logprobs.append(logprob)
+                chosen.append(Chosen(request, token, logprob))
+        return chosen
+
+    def _demands(self) -> list[Demand]:
+        """Return what the schedule sees: all that go on, and so many that wait as could be admitted."""
+        requests = [request for request in self.requests.values() if not request.is_full]
+        running = [request for request in requests if request.running]
         waiting = (
-            request for request in self.requests.values() if not request.running and not request.is_paused
+            request
+            for request in requests
+            if not request.running and not request.is_paused and request.pending is None
         )
-        ordered = sorted(waiting, key=lambda request: (request.priority, request.number))
-        return running + ordered[: self.limits.requests]
+        count = max(1, self.limits.requests - len(running))
+        ordered = heapq.nsmallest(count, waiting, key=lambda request: (request.priority, request.number))
+        is_tight = self.pool.free < 2 * len(running) + self.limits.tokens // self.pool.size
+        is_tight |= any(request.group is not None for request in running)
+        return [request.demand(self.pool, is_tight=is_tight) for request in [*running, *ordered]]
 
     def _begin(self, plan: Schedule) -> Step:
         """Move blocks as a schedule says, and return the step that it describes."""
@@ -145,9 +167,9 @@ class Engine:
                 request.blocks.append(self.pool.take())
             parts.append(Part(request.ids(chunk.start, end), chunk.start, tuple(request.blocks)))
         if copies:
-            for rule in self._rules.values():
-                rule.copy(copies)
-        return Step(parts, self.pool.size, next(self.model.parameters()).device)
+            self._model.copy(copies)
+        before = None if self._flight is None else self._flight.tokens
+        return Step(parts, self.pool.size, self._model.device, before)
 
     def _copied(self, request: Request, start: int) -> list[tuple[int, int]]:
         """Take a block in place of one that others hold too and that is written next; return the copy to make."""
@@ -172,35 +194,27 @@ class Engine:
             offset += chunk.tokens
         return rows
 
-    def _forward(self, step: Step, rows: Sequence[int]) -> Tensor:
-        """Run the model; return logits [R, V] of some rows, of one at least."""
-        inputs = step.inputs()
-        places = torch.tensor([*rows] or [0], device=inputs["input_ids"].device)
-        if self._keeps_some:
-            inputs["logits_to_keep"] = places
-        for rule in self._rules.values():
-            rule.step = step
-        logits = self.model(**inputs, use_cache=False).logits[0]
-        return logits if self._keeps_some else logits[places]
-
     def _publish(self, request: Request) -> None:
-        """Let other requests find the blocks that are full."""
-        count = request.computed // self.pool.size
+        """Let other requests find the blocks that are full of tokens that the host knows."""
+        count = min(request.computed, request.known) // self.pool.size
+        if count <= request.published:
+            return
         digests = request.digests(count, self.pool.size)
         for number in range(request.published, count):
             self.pool.publish(request.blocks[number], digests[number])
         request.published = count
 
-    def _choose(self, logits: Tensor, rows: Sequence[tuple[int, Request, int]]) -> list[Chosen]:
+    def _choose(self, logits: Tensor, rows: Sequence[tuple[int, Request, int]]) -> Flight | None:
         """Choose the next token of each request whose tokens are all computed; keep what is asked of the others."""
         ends: list[tuple[int, Request]] = []
         groups: list[BeamGroup] = []
         for row, (_, request, place) in enumerate(rows):
             if place < len(request.prompt):
                 count = request.sampling.prompt_logprobs or 0
-                request.prompt_logprobs += logprobs_of(logits[row : row + 1], [request.prompt[place]], count)
+                token = torch.tensor([request.prompt[place]], device=logits.device)
+                request.prompt_logprobs += logprobs_of(logits[row : row + 1], token, count).told()
             if place == request.length and request.group is not None:
-                _check_numbers(logits[row])
+                check_numbers(logits[row].max())
                 request.group.logprobs[request.number] = logits[row].float().log_softmax(-1)
                 groups.append(request.group)
             elif place == request.length:
@@ -208,25 +222,31 @@ class Engine:
         for group in {id(group): group for group in groups}.values():
             if len(group.logprobs) == len(group.members):
                 self._advance(group)
-        if not ends:
-            return []
-        last = logits[torch.tensor([row for row, _ in ends], device=logits.device)]
-        _check_numbers(last)
+        return self._drawn(logits, ends) if ends else None
+
+    def _drawn(self, logits: Tensor, ends: Sequence[tuple[int, Request]]) -> Flight:
+        """Draw a token for each request of some rows of logits."""
+        places = [row for row, _ in ends]
+        if places != list(range(len(logits))):
+            logits = logits[torch.tensor(places).to(logits.device, non_blocking=True)]
         draws = [
             Draw(
                 request.sampling,
                 request.seed,
+                request.length + 1,
                 request.prompt,
                 request.answer,
                 request.matcher and request.matcher.allowed(),
             )
             for _, request in ends
         ]
-        tokens = choose_tokens(last, draws)
-        return [
-            self._append(request, token, last[row : row + 1])
-            for row, ((_, request), token) in enumerate(zip(ends, tokens, strict=True))
-        ]
+        tokens = choose_tokens(logits, draws)
+        logprobs = {
+            row: logprobs_of(logits[row : row + 1], tokens[row : row + 1], request.sampling.logprobs)
+            for row, (_, request) in enumerate(ends)
+            if request.sampling.logprobs is not None
+        }
+        return Flight([request for _, request in ends], tokens, logits.amax(-1), logprobs)
 
     def _advance(self, group: BeamGroup) -> None:
         """Let beams go on by one token: each becomes as many requests as follow it, which hold its blocks together."""
@@ -253,7 +273,7 @@ class Engine:
     def _members(self, request: Request) -> list[Request]:
         """Return a request and, where its prompt has just been computed, the others of its `n` answers."""
         members = [request]
-        if request.index == 0 and not request.answer:
+        if request.index == 0 and request.length == len(request.prompt):
             for index in range(1, request.sampling.n):
                 other = self._fork(request, index)
                 other.index = index
@@ -262,13 +282,11 @@ class Engine:
                 members.append(other)
         return members
 
-    def _append(self, request: Request, token: int, logits: Tensor) -> Chosen:
+    def _append(self, request: Request, token: int) -> None:
         """Add a token to an answer, and end it where that ends it."""
-        sampling, logprob = request.sampling, None
-        if sampling.logprobs is not None:
-            (logprob,) = logprobs_of(logits, [token], sampling.logprobs)
-            request.logprobs.append(logprob)
+        sampling = request.sampling
         request.answer.append(token)
+        self._publish(request)
         is_complete = request.matcher is not None and request.matcher.add(token)
         if (
             is_complete
@@ -278,7 +296,6 @@ class Engine:
             self.end(request, "stop")
         elif len(request.answer) == sampling.max_tokens:
             self.end(request, "length")
-        return Chosen(request, token, logprob)
 
     def end(self, request: Request, ending: Ending) -> None:
         """End a request; what its blocks have can be found until their room is needed."""
@@ -290,21 +307,11 @@ class Engine:
         """Free the memory of the cache, where no request is left; the next step takes it again."""
         if not self.requests:
             self.pool.forget()
-            for rule in self._rules.values():
-                rule.free()
+            self._model.free()
+            self._flight = None
 
     def _give_back(self, request: Request) -> None:
         if not request.answer:
             request.prompt_logprobs.clear()  # they come again with the prompt
         self.pool.give_back(request.blocks)
         request.blocks, request.computed, request.published, request.running = [], 0, 0, False
-
-
-def _check_numbers(logits: Tensor) -> None:
-    """Raise CheckpointError where a model predicts what is no number."""
-    if logits.isnan().any():
-        raise CheckpointError(
-            "what the model predicts is not finite",
-            cause="its weights are damaged, or it was trained too fast",
-            fix="take an earlier checkpoint",
-        )

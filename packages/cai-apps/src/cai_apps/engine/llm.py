@@ -158,7 +158,14 @@ class LLM:
         self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
         blocks = min(all_gather_object(block_count(model, options, self.longest), ranks))
         limits = Limits(options.batch_tokens, options.requests, options.block_size)
-        self.engine = Engine(model, limits, blocks, _ends(model, self.tokenizer))
+        self.engine = Engine(
+            model,
+            limits,
+            blocks,
+            _ends(model, self.tokenizer),
+            longest=self.longest,
+            graphs=options.graphs and ranks is None,
+        )
         self._grammars = Grammars(self.tokenizer, self._words, self.engine.ends)
 
     def generate(

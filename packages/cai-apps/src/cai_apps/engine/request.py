@@ -48,7 +48,8 @@ class Request:
         index: its number among the `n` answers to its prompt.
 
     Attributes:
-        answer: ids that were chosen.
+        answer: ids that were chosen, as far as the host knows them.
+        pending: the row of the last step whose token it has too, and which the host does not know yet.
         blocks: the blocks that have its keys, none while it waits.
         computed: tokens whose keys are in them.
         published: number of its blocks that others can find.
@@ -68,6 +69,7 @@ class Request:
     priority: int = 0
     index: int = 0
     answer: list[int] = field(default_factory=list)
+    pending: int | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     published: int = 0
@@ -87,15 +89,34 @@ class Request:
         return self.group is not None and self.number in self.group.logprobs
 
     @property
-    def length(self) -> int:
-        """Tokens of prompt and answer."""
+    def is_full(self) -> bool:
+        """Whether its answer is as long as it may be, once the host knows the last token."""
+        return self.length - len(self.prompt) >= self.sampling.max_tokens
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether the host has to know an answer before it can choose the next token."""
+        return self.matcher is not None or self.sampling.counts_tokens
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and answer that the host knows."""
         return len(self.prompt) + len(self.answer)
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.known + (self.pending is not None)
+
     def ids(self, start: int, end: int) -> Sequence[int]:
-        """Return some of its tokens."""
-        if end <= len(self.prompt):
+        """Return some of its tokens; -1 - row for the one of the last step's row `row`."""
+        first = len(self.prompt)
+        if end <= first:
             return self.prompt[start:end]
-        return [*self.prompt, *self.answer][start:end]
+        chosen = self.answer[max(0, start - first) : end - first]
+        if self.pending is not None and end > self.known:
+            chosen = [*chosen, -1 - self.pending]
+        return [*self.prompt[start:], *chosen] if start < first else chosen
 
     def digests(self, count: int, size: int) -> list[bytes]:
         """Return the digests of its first full blocks.
@@ -110,11 +131,16 @@ class Request:
             self._digests.append(block_digest(parent, self.ids(start, start + size)))
         return self._digests[:count]
 
-    def demand(self, pool: BlockPool) -> Demand:
-        """Return what the schedule sees of it."""
+    def demand(self, pool: BlockPool, *, is_tight: bool) -> Demand:
+        """Return what the schedule sees of it.
+
+        Args:
+            pool: the blocks.
+            is_tight: whether running requests may have to give blocks back, so that those are counted.
+        """
         blocks, computed, copies = self.blocks, self.computed, False
         if self.running:
-            freed = sum(pool.holders(block) == 1 for block in blocks)
+            freed = sum(pool.holders(block) == 1 for block in blocks) if is_tight else 0
             copies = computed % pool.size > 0 and pool.holders(blocks[computed // pool.size]) > 1
         else:
             blocks = self.reusable(pool)

@@ -28,12 +28,15 @@ class EngineOptions:
         block_size: tokens of a block.
         batch_tokens: the most tokens of a forward; a longer prompt is computed in several.
         requests: the most requests that are computed side by side.
+        graphs: whether forwards of one token a request are CUDA graphs, on a GPU that has the model alone. A graph is
+            made when a batch of its size first comes, within a second.
     """
 
     memory: float | None = None
     block_size: int = 16
     batch_tokens: int = 2048
     requests: int = 256
+    graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_size", "batch_tokens", "requests"):

@@ -6,12 +6,15 @@ whatever else is in its batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from cai_apps.engine.step import on_device, to_host
 from cai_kernels import sample
 from cai_mesh.errors import ConfigError
 
@@ -90,6 +93,11 @@ class Sampling:
             raise ConfigError("an answer has one form", expected="one of " + ", ".join(FORMS))
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
     def form(self) -> tuple[str, Any] | None:
         """The form of the answer by its name; None: any text."""
         return next(((name, getattr(self, name)) for name in FORMS if getattr(self, name) is not None), None)
@@ -133,6 +141,7 @@ class Draw:
     Args:
         sampling: the request's options.
         seed: the request's seed.
+        position: of the token, counted from 1.
         prompt: ids of the prompt.
         answer: ids that were chosen before.
         allowed: bool [V], the tokens of which one may be chosen; None: all.
@@ -140,6 +149,7 @@ class Draw:
 
     sampling: Sampling
     seed: int
+    position: int
     prompt: Sequence[int]
     answer: Sequence[int]
     allowed: torch.Tensor | None = None
@@ -147,33 +157,29 @@ class Draw:
     @property
     def noise(self) -> int:
         """The seed of this position, which mixes well though seeds and positions are small numbers."""
-        mixed = (self.seed * _MIX + (len(self.prompt) + len(self.answer) + 1) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = (self.seed * _MIX + self.position * 0xBF58476D1CE4E5B9) % 2**64
         mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
         return (mixed ^ (mixed >> 29)) % 2**63
 
 
-def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Return a token for each row of logits [R, V], which stay as they are."""
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Return a token for each row of logits [R, V], int64 [R] on their device; logits stay as they are."""
     options = [draw.sampling for draw in draws]
     logits = _penalized(logits, draws)
     if all(sampling.temperature == 0 for sampling in options):
-        return logits.argmax(-1).tolist()
+        return logits.argmax(-1)
 
-    def column(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(
-            [getattr(sampling, name) for sampling in options], dtype=dtype, device=logits.device
-        )
+    def column(name: str, most: float = math.inf) -> Any:
+        values = [min(getattr(sampling, name), most) for sampling in options]
+        if len({*values}) == 1:
+            return values[0]
+        kind = np.int64 if name == "top_k" else np.float32
+        return on_device(np.array(values, kind), logits.device)
 
-    seeds = torch.tensor([draw.noise for draw in draws], dtype=torch.int64, device=logits.device)
-    tokens = sample(
-        logits.float(),
-        temperature=column("temperature"),
-        top_k=column("top_k", torch.int64),
-        top_p=column("top_p"),
-        min_p=column("min_p"),
-        seed=seeds,
-    )
-    return tokens.tolist()
+    filters = {name: column(name) for name in ("temperature", "top_p", "min_p")}
+    filters["top_k"] = column("top_k", logits.shape[1])
+    seeds = on_device(np.array([draw.noise for draw in draws], np.int64), logits.device)
+    return sample(logits, **filters, seed=seeds)
 
 
 def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -212,10 +218,44 @@ def _penalize(logits: torch.Tensor, draw: Draw) -> None:
         logits[tokens] += torch.tensor([*sampling.logit_bias.values()], device=logits.device)
 
 
-def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Return the log-probabilities of a token for each row of logits [R, V], and of the likeliest `count`."""
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of tokens on their device.
+
+    Args:
+        tokens: int64 [R].
+        chosen: those of the tokens, float32 [R].
+        values: of each row the largest, [R, count].
+        places: the tokens that have those, int64 [R, count].
+    """
+
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    values: torch.Tensor
+    places: torch.Tensor
+
+    def on_host(self) -> Logprobs:
+        """Return a copy on the host, which may still be under way."""
+        return Logprobs(*(to_host(t) for t in (self.tokens, self.chosen, self.values, self.places)))
+
+    def told(self) -> list[TokenLogprob]:
+        """Return them as the host's numbers."""
+        pairs = zip(self.places.tolist(), self.values.tolist(), strict=True)
+        tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
+        return [
+            TokenLogprob(*row)
+            for row in zip(self.tokens.tolist(), self.chosen.tolist(), tops, strict=True)
+        ]
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> Logprobs:
+    """Return the log-probabilities of a token for each row of logits [R, V], and of the likeliest `count`.
+
+    Args:
+        logits: [R, V].
+        tokens: int64 [R].
+        count: 0 or more.
+    """
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, places = logprobs.topk(min(count, logits.shape[1]), -1)
-    tops = [tuple(zip(*pair, strict=True)) for pair in zip(places.tolist(), values.tolist(), strict=True)]
-    return [TokenLogprob(*row) for row in zip(tokens, chosen, tops, strict=True)]
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return Logprobs(tokens, chosen, *logprobs.topk(min(count, logits.shape[1]), -1))

@@ -1,7 +1,8 @@
 """One forward of a batch: tokens of several requests in one row, and attention of each to the keys it has in blocks.
 
 The model sees a row of tokens and their positions. Its attention layers write keys and values to where the step says,
-and attend to what the blocks of each request have.
+and attend to what the blocks of each request have: requests of one token by a kernel that reads blocks where they are,
+chunks of prompts by the kernels of training, over keys that are gathered in a row.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cai_kernels import paged_attention
+from cai_kernels import paged_append_, paged_attention
 from cai_mesh.protocols import AttentionCall, AttentionRule
 
 PAGED_WIDTH = 256
@@ -26,7 +28,7 @@ class Part:
     """The tokens of one request in a step.
 
     Args:
-        ids: the tokens.
+        ids: the tokens; -1 - row for the one that row `row` of the step before chooses.
         start: the position of the first.
         blocks: the request's blocks, enough for all its tokens up to these.
     """
@@ -41,6 +43,25 @@ class Part:
         return self.start + len(self.ids)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a forward of requests of one token reads, of any number R of them.
+
+    Args:
+        ids: the tokens, int64 [1, R].
+        places: their positions, int64 [1, R].
+        slots: where their keys are written, int64 [R]: block * size + position in the block; -1: nowhere.
+        lengths: the keys of each request, int32 [R].
+        tables: the blocks of each, int32 [R, most].
+    """
+
+    ids: Tensor
+    places: Tensor
+    slots: Tensor
+    lengths: Tensor
+    tables: Tensor
+
+
 class Step:
     """Where a forward finds its tokens' keys, as tensors on the model's device.
 
@@ -48,60 +69,89 @@ class Step:
         parts: tokens of each request; those with one token come first.
         block_size: tokens of a block.
         device: the model's.
+        before: the tokens that the step before chose, int64 [R], where parts name some.
+
+    Attributes:
+        decodes: parts of one token, the first ones.
     """
 
-    def __init__(self, parts: Sequence[Part], block_size: int, device: torch.device):
-        self.parts, self._size, self._device = parts, block_size, device
+    def __init__(
+        self, parts: Sequence[Part], block_size: int, device: torch.device, before: Tensor | None = None
+    ):
+        self.parts, self._size, self._device, self._before = parts, block_size, device, before
         self._keys: dict[int | None, tuple[Tensor, Tensor]] = {}
         self.decodes = sum(1 for _ in itertools.takewhile(lambda part: len(part.ids) == 1, parts))
 
-    def inputs(self) -> dict[str, Tensor]:
-        """Return what the model reads: ids and positions, int64 [1, T]."""
-        ids = [token for part in self.parts for token in part.ids]
-        places = [place for part in self.parts for place in range(part.start, part.end)]
-        return {"input_ids": self._row(ids)[None], "position_ids": self._row(places)[None]}
+    @property
+    def is_decode(self) -> bool:
+        """Whether all parts have one token."""
+        return self.decodes == len(self.parts)
 
     @cached_property
-    def slots(self) -> Tensor:
-        """Where keys are written, int64 [T]: block * size + position in the block."""
-        return self._row([slot for part in self.parts for slot in self._slots(part, part.start)])
+    def rows(self) -> Rows:
+        """What all tokens read; tables and lengths are those of parts of one token."""
+        ids = np.fromiter(itertools.chain.from_iterable(part.ids for part in self.parts), np.int64)
+        places = np.concatenate([np.arange(part.start, part.end) for part in self.parts])
+        slots = np.concatenate([self._slots(part, part.start) for part in self.parts])
+        parts = self.parts[: self.decodes]
+        tables = np.zeros((len(parts), max((len(part.blocks) for part in parts), default=0)), np.int32)
+        for row, part in zip(tables, parts, strict=True):
+            row[: len(part.blocks)] = part.blocks
+        lengths = np.array([part.end for part in parts], np.int32)
+        tokens = self._put(ids)
+        if self._before is not None and (ids < 0).any():
+            tokens = torch.where(tokens < 0, self._before[(-1 - tokens).clamp_min(0)], tokens)
+        return Rows(
+            tokens[None], self._put(places)[None], self._put(slots), self._put(lengths), self._put(tables)
+        )
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where the tokens of each request begin, and the end, int32 [1, R + 1]."""
+        """Where the tokens of each part begin, and the end, int32 [1, parts + 1]."""
         return self._starts([len(part.ids) for part in self.parts])
 
-    @cached_property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """The blocks of the requests of one token, int32 [R, most], and their keys, int32 [R]."""
-        parts = self.parts[: self.decodes]
-        most = max(len(part.blocks) for part in parts)
-        rows = [[*part.blocks, *[0] * (most - len(part.blocks))] for part in parts]
-        lengths = [part.end for part in parts]
-        return self._row(rows, torch.int32), self._row(lengths, torch.int32)
-
     def keys(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Return the slots of all keys that are seen, int64 [K], and where each request's begin, int32 [1, R + 1].
+        """Return the slots of all keys that are seen, int64 [K], and where each part's begin, int32 [1, parts + 1].
 
         Args:
-            window: a layer's; keys before that of a request's first token stay out.
+            window: a layer's; keys before that of a part's first token stay out.
         """
         if window not in self._keys:
             first = [0 if window is None else max(0, part.start - window + 1) for part in self.parts]
             pairs = list(zip(self.parts, first, strict=True))
-            slots = [slot for part, place in pairs for slot in self._slots(part, place)]
-            self._keys[window] = self._row(slots), self._starts([part.end - place for part, place in pairs])
+            slots = np.concatenate([self._slots(part, place) for part, place in pairs])
+            self._keys[window] = self._put(slots), self._starts([part.end - place for part, place in pairs])
         return self._keys[window]
 
-    def _slots(self, part: Part, start: int) -> list[int]:
-        size = self._size
-        return [part.blocks[place // size] * size + place % size for place in range(start, part.end)]
+    @cached_property
+    def rest(self) -> Step:
+        """The parts of several tokens."""
+        return Step(self.parts[self.decodes :], self._size, self._device)
+
+    def _slots(self, part: Part, start: int) -> np.ndarray:
+        places = np.arange(start, part.end)
+        blocks = np.array(part.blocks[start // self._size :], np.int64)
+        return blocks[places // self._size - start // self._size] * self._size + places % self._size
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
-        return self._row([0, *itertools.accumulate(lengths)], torch.int32)[None]
+        return self._put(np.array([0, *itertools.accumulate(lengths)], np.int32))[None]
 
-    def _row(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+    def _put(self, values: np.ndarray) -> Tensor:
+        return on_device(values, self._device)
+
+
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device, which the host does not wait for."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, which may still be under way."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class CachedAttention:
@@ -111,33 +161,50 @@ class CachedAttention:
         blocks: number of blocks.
         block_size: tokens of each.
         rule: attention to keys in one row, of documents whose last ones are the queries'.
+
+    Attributes:
+        rows: what the forward reads.
+        step: the step, where it has parts of several tokens.
     """
 
     def __init__(self, blocks: int, block_size: int, rule: AttentionRule):
         self._shape, self._rule = (blocks, block_size), rule
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self.rows: Rows | None = None
         self.step: Step | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """[1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
-        step, (keys, values) = self.step, self._caches(key, value)
-        assert step is not None
-        keys.flatten(0, 1)[step.slots] = key[0].transpose(0, 1)
-        values.flatten(0, 1)[step.slots] = value[0].transpose(0, 1)
-        if len(step.parts) == step.decodes and _reads_blocks(query, keys, values, call):
-            tables, lengths = step.tables
-            rows = query[0].transpose(0, 1).contiguous()
-            return paged_attention(rows, keys, values, tables, lengths, scale=call.scale).transpose(0, 1)[
-                None
-            ]
+        (keys, values), rows, step = self._caches(key, value), self.rows, self.step
+        assert rows is not None
+        paged_append_(keys, values, key[0].transpose(0, 1), value[0].transpose(0, 1), rows.slots)
+        if max(keys.shape[3], values.shape[3]) > PAGED_WIDTH:
+            assert step is not None
+            return self._gathered(query, call, step)
+        if step is None or step.is_decode:
+            return self._paged(query, call, rows)
+        if not step.decodes:
+            return self._gathered(query, call, step)
+        first = self._paged(query[:, :, : step.decodes], call, rows)
+        return torch.cat([first, self._gathered(query[:, :, step.decodes :], call, step.rest)], 2)
+
+    def _paged(self, query: Tensor, call: AttentionCall, rows: Rows) -> Tensor:
+        """Attend with one query of each request, to its blocks where they are."""
+        caches = self._keys, self._values
+        scores = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        out = paged_attention(query[0].transpose(0, 1), *caches, rows.tables, rows.lengths, **scores)  # type: ignore[arg-type]
+        return out.transpose(0, 1)[None]
+
+    def _gathered(self, query: Tensor, call: AttentionCall, step: Step) -> Tensor:
+        """Attend with the queries of a step, to the keys of its requests in one row."""
         slots, starts = step.keys(call.window)
-        pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (keys, values))
+        pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (self._keys, self._values))  # type: ignore[union-attr]
         return self._rule(query, *pair, replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts))
 
     def free(self) -> None:
         """Free the blocks' memory."""
-        self._keys = self._values = self.step = None
+        self._keys = self._values = self.rows = self.step = None
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, of which each pair names one and where it goes."""
@@ -153,9 +220,3 @@ class CachedAttention:
                 rows.new_empty(*self._shape, rows.shape[1], rows.shape[3]) for rows in (key, value)
             )
         return self._keys, self._values
-
-
-def _reads_blocks(query: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> bool:
-    """Return whether the kernel that reads blocks where they are computes this call."""
-    plain = call.window is None and call.softcap is None and call.sinks is None and call.causal
-    return query.is_cuda and plain and keys.shape == values.shape and keys.shape[-1] <= PAGED_WIDTH

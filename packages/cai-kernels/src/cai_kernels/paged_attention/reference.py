@@ -17,19 +17,33 @@ def attention(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     block_tables: torch.Tensor,
-    sequence: torch.Tensor,
+    sequence: torch.Tensor | None,
     lengths: torch.Tensor,
+    *,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], one query a row: its sequence [T] (a row of block_tables) and how many keys it sees [T]."""
+    """q [T, N, H], one query a row: its row of block_tables [T] (None: the same) and how many keys it sees [T]."""
     size, key_heads = caches[0].shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     at = torch.arange(block_tables.shape[1] * size, device=q.device)
     visible_mask = at[None, :] < lengths[:, None]
-    blocks = block_tables[sequence.long()][:, at // size].long()
+    if window is not None:
+        visible_mask &= at[None, :] >= lengths[:, None] - window
+    tables = block_tables if sequence is None else block_tables[sequence.long()]
+    blocks = tables[:, at // size].long()
     slots = torch.where(visible_mask, blocks * size + at % size, 0)
     rows = (cache.view(-1, *cache.shape[2:])[slots].to(wide) for cache in caches)
     k, v = (torch.where(visible_mask[..., None, None], row, 0.0).transpose(1, 2) for row in rows)
     grouped = q.to(wide).unflatten(1, (key_heads, -1))
-    scores = (grouped @ k.transpose(-1, -2) * scale).masked_fill(~visible_mask[:, None, None], -torch.inf)
-    return (softmax_lse(scores)[0] @ v).flatten(1, 2).to(q.dtype)
+    scores = grouped @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible_mask[:, None, None], -torch.inf)
+    if sinks is not None:  # a key without a value
+        sink = sinks.to(wide).reshape(1, key_heads, -1, 1).expand(len(q), -1, -1, 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = softmax_lse(scores)[0][..., : len(at)]
+    return (weights @ v).flatten(1, 2).to(q.dtype)

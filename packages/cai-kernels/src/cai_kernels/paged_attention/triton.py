@@ -13,11 +13,12 @@ from cai_kernels.tiles import dot
 
 KEYS = 64  # the most keys of a step
 MAX_SPLITS = 64
+PROGRAMS = 4  # on a multiprocessor, so that one long sequence among short ones does not take all the time
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Paged(NamedTuple):
-    """q [T, N, H], caches [blocks, block_size, Nkv, H], tables [B, most], sequence and lengths [T], the parts."""
+    """q [T, N, H], caches [blocks, block_size, Nkv, H or Hv], tables [B, most], sequence, lengths [T], the parts."""
 
     q: object
     k_cache: object
@@ -25,86 +26,127 @@ class Paged(NamedTuple):
     tables: object
     sequence: object
     lengths: object
-    parts: object  # [T, N, splits, H] float32
+    sinks: object  # [N], any floating dtype, or None
+    parts: object  # [T, N, splits, Hv] float32; with one split [T, N, Hv] of q's dtype
     lses: object  # [T, N, splits] float32, base 2
 
 
 class Sizes(NamedTuple):
-    """Heads of queries and keys, block size, blocks a table has room for, splits and keys of each."""
+    """Strides of q, heads of queries and keys, block size, blocks a table has room for, splits."""
 
+    q_row: int
+    q_head: int
     heads: int
     key_heads: int
     block: int
     most: int
     splits: int
-    split_keys: int
+
+
+class Scores(NamedTuple):
+    """What makes scores of products: their factor, the keys that are seen and the soft cap, 0 for none."""
+
+    scale: float
+    window: int
+    softcap: float
 
 
 @triton.jit
-def _append(rows_ptr, slots_ptr, cache_ptr, columns, stride, BLOCK: tl.constexpr):
+def _append(rows_ptr, slots_ptr, cache_ptr, shape, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    columns, token_stride, head_stride = shape
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(rows_ptr + token * stride + at, mask=at < columns, other=0.0)
+    where = token * token_stride + at // HEAD * head_stride + at % HEAD
+    value = tl.load(rows_ptr + where, mask=at < columns, other=0.0)
     inside = at < tl.where(slot >= 0, columns, 0)
     tl.store(cache_ptr + slot * columns + at, value.to(cache_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def _capped(score, softcap):
+    """softcap * tanh(score / softcap), and the score itself for a soft cap of 0."""
+    divisor = tl.where(softcap > 0.0, softcap, 1.0)
+    capped = softcap * (2.0 * tl.sigmoid(2.0 * score / divisor) - 1.0)
+    return tl.where(softcap > 0.0, capped, score)
+
+
+@triton.jit
+def _span(paged, sizes, window, row, split, KEYS: tl.constexpr):
+    """The keys of one split of a row: the last ones of its sequence that are seen, in equal parts of whole steps."""
+    length = tl.load(paged.lengths + row).to(tl.int32)
+    first = tl.maximum(length - window, 0)
+    steps = tl.cdiv(tl.cdiv(length - first, sizes.splits), KEYS)
+    begin = first + split * steps * KEYS
+    return begin, tl.minimum(begin + steps * KEYS, length)
+
+
+@triton.jit
 def _part(
-    paged, sizes, scale,
-    GROUP: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    paged, sizes, scores,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_V: tl.constexpr, WIDE_V: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query row, the query heads of one key head, one split of the keys: its attention and log-sum-exp."""
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group = sizes.heads // sizes.key_heads
-    member = tl.arange(0, GROUP)
-    at = tl.arange(0, WIDE)
+    member, at, at_v = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
     head = key_head * group + member
     q_mask = (member < group)[:, None] & (at < HEAD)[None, :]
-    q = tl.load(paged.q + (row * sizes.heads + head[:, None]) * HEAD + at[None, :], mask=q_mask, other=0.0)
-    length = tl.load(paged.lengths + row)
-    table = paged.tables + tl.load(paged.sequence + row).to(tl.int64) * sizes.most
+    where_q = row * sizes.q_row + head[:, None] * sizes.q_head + at[None, :]
+    q = tl.load(paged.q + where_q, mask=q_mask, other=0.0)
+    sequence = row if paged.sequence is None else tl.load(paged.sequence + row).to(tl.int64)
+    table = paged.tables + sequence * sizes.most
+    begin, end = _span(paged, sizes, scores.window, row, split, KEYS)
     largest = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), dtype=tl.float32)
-    out = tl.zeros((GROUP, WIDE), dtype=tl.float32)
-    for first in range(split * sizes.split_keys, tl.minimum(length, (split + 1) * sizes.split_keys), KEYS):
+    out = tl.zeros((GROUP, WIDE_V), dtype=tl.float32)
+    for first in range(begin, end, KEYS):
         key = first + tl.arange(0, KEYS)
-        valid = key < length
+        valid = key < end
         block = tl.load(table + key // sizes.block, mask=valid, other=0).to(tl.int64)
         slot = (block * sizes.block + key % sizes.block) * sizes.key_heads + key_head
-        where = slot[:, None] * HEAD + at[None, :]
         mask = valid[:, None] & (at < HEAD)[None, :]
-        k = tl.load(paged.k_cache + where, mask=mask, other=0.0).to(q.dtype)
-        v = tl.load(paged.v_cache + where, mask=mask, other=0.0).to(q.dtype)
-        score = dot(q, tl.trans(k), tl.zeros((GROUP, KEYS), dtype=tl.float32), PRECISION) * (scale * LOG2E)
-        score = tl.where(valid[None, :], score, float("-inf"))
+        k = tl.load(paged.k_cache + slot[:, None] * HEAD + at[None, :], mask=mask, other=0.0).to(q.dtype)
+        mask = valid[:, None] & (at_v < HEAD_V)[None, :]
+        v = tl.load(paged.v_cache + slot[:, None] * HEAD_V + at_v[None, :], mask=mask, other=0.0).to(q.dtype)
+        score = dot(q, tl.trans(k), tl.zeros((GROUP, KEYS), dtype=tl.float32), PRECISION) * scores.scale
+        score = tl.where(valid[None, :], _capped(score, scores.softcap) * LOG2E, float("-inf"))
         grown = tl.maximum(largest, tl.max(score, 1))
         p = tl.exp2(score - grown[:, None])
         shrink = tl.exp2(largest - grown)
         total = total * shrink + tl.sum(p, 1)
         out = dot(p.to(v.dtype), v, out * shrink[:, None], PRECISION)
         largest = grown
-    total = tl.where(total == 0.0, 1.0, total)
     part = (row * sizes.heads + head) * sizes.splits + split
-    tl.store(paged.lses + part, largest + tl.log2(total), mask=member < group)
-    tl.store(paged.parts + part[:, None] * HEAD + at[None, :], out / total[:, None], mask=q_mask)
+    if ALONE:
+        if paged.sinks is not None:
+            sink = tl.load(paged.sinks + head, mask=member < group, other=0.0).to(tl.float32) * LOG2E
+            total += tl.exp2(sink - tl.where(largest == float("-inf"), sink, largest))
+    else:
+        lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(paged.lses + part, lse, mask=member < group)
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_mask = (member < group)[:, None] & (at_v < HEAD_V)[None, :] & (ALONE or begin < end)
+    where = part[:, None] * HEAD_V + at_v[None, :]
+    tl.store(paged.parts + where, out.to(paged.parts.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
-def _merge(
-    parts_ptr, lses_ptr, out_ptr, splits, SPLITS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr
-):
-    """One head of one query row: parts [splits, H] weighted by their log-sum-exps; zeros without keys."""
+def _merge(paged, out_ptr, sizes, SPLITS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr):
+    """One head of one query row: parts [splits, Hv] weighted by their log-sum-exps; zeros without keys."""
     at = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDE)
-    lse = tl.load(lses_ptr + at * splits + split, mask=split < splits, other=float("-inf"))
+    lse = tl.load(paged.lses + at * sizes.splits + split, mask=split < sizes.splits, other=float("-inf"))
     largest = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp2(lse - largest)
     total = tl.sum(weight, 0)
-    mask = (split < splits)[:, None] & (column < HEAD)[None, :]
-    where = (at * splits + split)[:, None] * HEAD + column[None, :]
-    parts = tl.load(parts_ptr + where, mask=mask, other=0.0)
+    if paged.sinks is not None:
+        total += tl.exp2(tl.load(paged.sinks + at % sizes.heads).to(tl.float32) * LOG2E - largest)
+    mask = (lse > float("-inf"))[:, None] & (column < HEAD)[None, :]
+    where = (at * sizes.splits + split)[:, None] * HEAD + column[None, :]
+    parts = tl.load(paged.parts + where, mask=mask, other=0.0)
     out = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + at * HEAD + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD)
 
@@ -114,19 +156,25 @@ def _paged_append(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) 
     columns = cache.shape[2] * cache.shape[3]
     if rows.numel() == 0:
         return
-    if rows.stride()[1:] != (cache.shape[3], 1):
+    if rows.stride(2) != 1:
         rows = rows.contiguous()
     block = min(power_of_2(columns), 2048)
     launch = _append[(rows.shape[0], triton.cdiv(columns, block))]  # pyright: ignore[reportIndexIssue]
-    launch(rows, slots.contiguous(), cache, columns, rows.stride(0), BLOCK=block)
+    shape = (columns, rows.stride(0), rows.stride(1))
+    launch(rows, slots.contiguous(), cache, shape, HEAD=cache.shape[3], BLOCK=block)
 
 
-def splits_of(rows: int, key_heads: int, most: int, device: torch.device) -> tuple[int, int]:
-    """(splits, keys of each): enough programs for two on every multiprocessor, at least 256 keys a program."""
-    target_splits = triton.cdiv(waves(device, 2), max(rows * key_heads, 1))
-    splits = max(1, min(target_splits, most // 256, MAX_SPLITS))
-    split_keys = triton.cdiv(triton.cdiv(most, splits), KEYS) * KEYS
-    return max(1, triton.cdiv(most, max(split_keys, 1))), max(split_keys, KEYS)
+def splits_of(rows: int, key_heads: int, keys: int, device: torch.device) -> int:
+    """Return into how many parts the keys of a row are split, so that there are programs for all multiprocessors.
+
+    Args:
+        rows: query rows.
+        key_heads: heads of keys; each row and head has programs of its own.
+        keys: the most keys that a row may have; a part has a step of them at least.
+        device: the GPU.
+    """
+    wanted = triton.cdiv(waves(device, PROGRAMS), max(rows * key_heads, 1))
+    return max(1, min(wanted, triton.cdiv(keys, KEYS), MAX_SPLITS))
 
 
 def _paged_attention(
@@ -134,36 +182,46 @@ def _paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tables: torch.Tensor,
-    sequence: torch.Tensor,
+    sequence: torch.Tensor | None,
     lengths: torch.Tensor,
+    sinks: torch.Tensor | None,
     scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """q [T, N, H], one query a row, its sequence [T] and how many keys it sees [T]; see `reference.attention`."""
-    q = q.contiguous()
-    out = torch.empty_like(q)
+    """q [T, N, H], one query a row, its sequence [T] (None: the row's own) and how many keys it sees [T]."""
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    (rows, heads, head), (_, block, key_heads, head_v) = q.shape, v_cache.shape
+    out = q.new_empty(rows, heads, head_v)
     if out.numel() == 0:
         return out
-    (rows, heads, head), (_, block, key_heads, _) = q.shape, k_cache.shape
-    splits, split_keys = splits_of(rows, key_heads, tables.shape[1] * block, q.device)
-    parts = q.new_empty(rows, heads, splits, head, dtype=torch.float32)
-    lses = q.new_empty(rows, heads, splits, dtype=torch.float32)
-    wide = max(power_of_2(head), 16)
+    keys = tables.shape[1] * block
+    splits = splits_of(rows, key_heads, keys if window is None else min(keys, window), q.device)
+    parts = out if splits == 1 else q.new_empty(rows, heads, splits, head_v, dtype=torch.float32)
+    lses = None if splits == 1 else q.new_empty(rows, heads, splits, dtype=torch.float32)
+    wide, wide_v = (max(power_of_2(width), 16) for width in (head, head_v))
     warps, stages = (8 if wide > 64 else 4, 1) if q.dtype == torch.float32 else (4, 2)
-    keys = KEYS // (2 if wide > 128 else 1) // (2 if q.dtype == torch.float32 else 1)
+    step = KEYS // (2 if wide > 128 else 1) // (2 if q.dtype == torch.float32 else 1)
+    tables, lengths = tables.contiguous(), lengths.contiguous()
+    paged = Paged(q, k_cache, v_cache, tables, sequence, lengths, sinks, parts, lses)
+    sizes = Sizes(q.stride(0), q.stride(1), heads, key_heads, block, tables.shape[1], splits)
+    scores = Scores(scale, 2**30 if window is None else window, float(softcap or 0))
     launch = _part[(rows, key_heads, splits)]  # pyright: ignore[reportIndexIssue]
     launch(
-        Paged(q, k_cache, v_cache, tables.contiguous(), sequence, lengths.contiguous(), parts, lses),
-        Sizes(heads, key_heads, block, tables.shape[1], splits, split_keys), scale,
-        GROUP=max(power_of_2(heads // key_heads), 16), KEYS=keys, HEAD=head, WIDE=wide,
+        paged, sizes, scores,
+        GROUP=max(power_of_2(heads // key_heads), 16), KEYS=step,
+        HEAD=head, WIDE=wide, HEAD_V=head_v, WIDE_V=wide_v, ALONE=splits == 1,
         PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    launch = _merge[(rows * heads,)]  # pyright: ignore[reportIndexIssue]
-    launch(parts, lses, out, splits, SPLITS=power_of_2(splits), HEAD=head, WIDE=wide, num_warps=4)
+    if splits > 1:
+        launch = _merge[(rows * heads,)]  # pyright: ignore[reportIndexIssue]
+        launch(paged, out, sizes, SPLITS=power_of_2(splits), HEAD=head_v, WIDE=wide_v, num_warps=4)
     return out
 
 
-def _empty(q, k_cache, v_cache, tables, sequence, lengths, scale):
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+def _empty(q, k_cache, v_cache, *_):
+    return q.new_empty(*q.shape[:2], v_cache.shape[3])
 
 
 paged_append = define(_paged_append, mutates=("cache",))

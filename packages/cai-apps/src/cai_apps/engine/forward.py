@@ -1,0 +1,91 @@
+"""The model of an engine: its forwards over a paged cache, kernel by kernel or as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cai_apps.compose.documents import document_rule
+from cai_apps.engine.graphs import DecodeGraphs
+from cai_apps.engine.schedule import Limits
+from cai_apps.engine.step import CachedAttention, Rows, Step
+from cai_mesh.attention import attention_layers, attention_replaced
+
+
+class CachedModel:
+    """A model of transformers whose attention layers keep keys and values in blocks.
+
+    Args:
+        model: a causal language model; it is used as it is.
+        limits: the size of a forward.
+        blocks: blocks of the cache.
+        longest: tokens of the longest request; None: as many as all blocks have.
+        graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU.
+
+    Attributes:
+        device: the model's.
+    """
+
+    def __init__(self, model: nn.Module, limits: Limits, blocks: int, longest: int | None, *, graphs: bool):
+        self._model, self.device = model, next(model.parameters()).device
+        self._rules = {
+            name: CachedAttention(blocks, limits.block_size, document_rule)
+            for name, _ in attention_layers(model)
+        }
+        self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._graphs: DecodeGraphs | None = None
+        if graphs and self.device.type == "cuda":
+            most = blocks if longest is None else min(blocks, -(-longest // limits.block_size))
+            self._graphs = DecodeGraphs(self._row_logits, limits.requests, most, self.device)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, forwards may be made: the model is in evaluation, attends to the cache, and nothing is recorded.
+
+        Then each module is as it was, also after an error.
+        """
+        modes = [(module, module.training) for module in self._model.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with torch.no_grad(), attention_replaced(self._model, self._rules.__getitem__):
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def logits(self, step: Step, places: Sequence[int]) -> Tensor:
+        """Compute a step; return logits [R, V] of the tokens at some places of its row, one at least."""
+        if step.is_decode and self._graphs is not None and len(places) == len(step.parts):
+            logits = self._graphs.logits(step.rows)
+            if logits is not None:
+                return logits
+        rows = torch.tensor([*places] or [0]).to(self.device, non_blocking=True)
+        keep = {"logits_to_keep": rows} if self._keeps_some else {}
+        logits = self._run(step.rows, step, **keep)[0]
+        return logits if self._keeps_some else logits[rows]
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of all layers, of which each pair names one and where it goes."""
+        for rule in self._rules.values():
+            rule.copy(pairs)
+
+    def free(self) -> None:
+        """Free the memory of the cache; the next forward takes it again."""
+        for rule in self._rules.values():
+            rule.free()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _row_logits(self, rows: Rows) -> Tensor:
+        return self._run(rows, None)
+
+    def _run(self, rows: Rows, step: Step | None, **keep: Tensor) -> Tensor:
+        for rule in self._rules.values():
+            rule.rows, rule.step = rows, step
+        inputs = {"input_ids": rows.ids, "position_ids": rows.places}
+        return self._model(**inputs, use_cache=False, **keep).logits

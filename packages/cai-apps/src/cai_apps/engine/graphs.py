@@ -1,0 +1,107 @@
+"""CUDA graphs of forwards in which each request has one token: one launch in place of some hundred.
+
+A graph is of a number of rows. A batch of fewer is computed in the next larger one, whose further rows write nowhere
+and see no key. The tables of blocks have room for the longest request, so that one graph serves requests that grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cai_apps.engine.step import Rows
+
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32))
+"""Numbers of rows that graphs are made of."""
+WARM = 2
+"""Forwards before one is captured, in which kernels are compiled and libraries choose theirs."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of a model, made when a batch first asks for one.
+
+    Args:
+        forward: computes logits [1, R, V] of rows.
+        requests: the most rows of a batch.
+        most: the most blocks of a request.
+        device: the model's, a GPU.
+
+    Attributes:
+        refusal: why forwards of this model cannot be captured; None: they can, as far as is known.
+    """
+
+    def __init__(self, forward: Callable[[Rows], Tensor], requests: int, most: int, device: torch.device):
+        self._forward, self.refusal = forward, None
+        rows = next((size for size in SIZES if size >= requests), requests)
+        self._rows = Rows(
+            torch.zeros(1, rows, dtype=torch.int64, device=device),
+            torch.zeros(1, rows, dtype=torch.int64, device=device),
+            torch.full((rows,), -1, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            torch.zeros(rows, most, dtype=torch.int32, device=device),
+        )
+        self._captured: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def logits(self, rows: Rows) -> Tensor | None:
+        """Return logits [R, V], which the next call writes over; None where forwards cannot be captured."""
+        count = len(rows.slots)
+        size = next((size for size in SIZES if size >= count), self._rows.slots.numel())
+        if self.refusal is None and size not in self._captured:
+            self._capture(size)
+        if self.refusal is not None:
+            return None
+        self._fill(rows, count, size)
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.logits[0, :count]
+
+    def forget(self) -> None:
+        """Forget all graphs, as where the cache that they read is freed."""
+        self._captured.clear()
+
+    def _fill(self, rows: Rows, count: int, size: int) -> None:
+        fixed = self._rows
+        fixed.ids[:, :count] = rows.ids
+        fixed.places[:, :count] = rows.places
+        fixed.slots[:count] = rows.slots
+        fixed.lengths[:count] = rows.lengths
+        fixed.tables[:count, : rows.tables.shape[1]] = rows.tables
+        if count < size:
+            fixed.slots[count:size] = -1
+            fixed.lengths[count:size] = 0
+
+    def _capture(self, size: int) -> None:
+        fixed = self._rows
+        fixed.slots[:size] = -1
+        fixed.lengths[:size] = 0
+        rows = Rows(
+            fixed.ids[:, :size],
+            fixed.places[:, :size],
+            fixed.slots[:size],
+            fixed.lengths[:size],
+            fixed.tables[:size],
+        )
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                self._forward(rows)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                logits = self._forward(rows)
+        except RuntimeError as error:  # a part of the model waits for the GPU
+            self.refusal = (str(error).splitlines() or [""])[0]
+            return
+        self._captured[size] = _Captured(graph, logits)

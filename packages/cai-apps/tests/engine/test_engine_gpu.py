@@ -1,0 +1,66 @@
+"""The engine on a GPU: graphs of decoding, and models of all kinds beside transformers' own forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_toys import KINDS, prompts, small_model
+
+from cai_apps.engine import LLM, EngineOptions
+from cai_kernels.swap import swap
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def gaps(model, outputs) -> float:
+    """How far the logit of a token is below the largest, at most, by a forward over prompt and answer."""
+    worst = 0.0
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]], device="cuda")
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(output.prompt_token_ids) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(output.token_ids, device="cuda")[:, None])[:, 0]
+        worst = max(worst, float((logits.max(1).values - chosen).max()))
+    return worst
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_token_is_the_likeliest(kind, graphs):
+    model, asked = small_model(kind).cuda(), prompts(20)
+    llm = LLM(model, options=EngineOptions(graphs=graphs, batch_tokens=64, memory=0.5))
+    captured = []
+    if graphs:
+        used = llm.engine._model._graphs
+        assert used is not None
+        capture = used._capture
+        used._capture = lambda size: (captured.append(size), capture(size))
+    outputs = llm.generate(asked, temperature=0, max_tokens=24)
+    assert gaps(model, outputs) < 1e-3
+    if graphs:
+        assert captured and used.refusal is None, used.refusal
+
+
+def test_drawn_tokens_are_those_without_graphs():
+    model, asked = small_model("llama").cuda(), prompts(20)
+    tokens = []
+    for graphs in (True, False):
+        llm = LLM(model, options=EngineOptions(graphs=graphs, memory=0.5))
+        outputs = llm.generate(asked, temperature=0.8, top_k=20, top_p=0.9, max_tokens=24, seed=5)
+        tokens.append([output.token_ids for output in outputs])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    assert same >= 19  # rounding may part one
+
+
+def test_a_model_with_kernels_in_bfloat16():
+    model, asked = small_model("qwen3").cuda().bfloat16(), prompts(20)
+    plain = LLM(model, options=EngineOptions(memory=0.5, graphs=False))
+    expected = plain.generate(asked, temperature=0, max_tokens=1)
+    swap(model, kinds=("norm", "activation", "rope", "experts"))
+    outputs = LLM(model, options=EngineOptions(memory=0.5)).generate(asked, temperature=0, max_tokens=24)
+    assert gaps(model, outputs) < 0.05
+    same = sum(a.token_ids[0] == b.token_ids[0] for a, b in zip(expected, outputs, strict=True))
+    assert same >= 18
