@@ -144,7 +144,7 @@ def _take_turns(items: list[pytest.Item]) -> None:
     for (path, _), cases in products.items():
         least = next((least for folder, least in matrix_tables()[1].items() if folder in path.parents), None)
         if least is None or len(cases) < least or any(case.get_closest_marker("matrix") for case in cases):
-            continue  # small, or chosen by hand
+            continue  # small, or chosen in place
         options = [case.callspec.params for case in cases]  # type: ignore[attr-defined]
         for case, waits in zip(cases, out_of_turn(options), strict=True):
             if waits:
@@ -154,10 +154,10 @@ def _take_turns(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of `tests/matrix.toml`, before pytest leaves out what is marked so."""
+    _take_turns(items)
     for item in items:
         if is_long(item.name, matrix_tables()[0].get(item.path, ())):
             item.add_marker(pytest.mark.matrix)
-    _take_turns(items)
 
 
 @pytest.hookimpl(wrapper=True)

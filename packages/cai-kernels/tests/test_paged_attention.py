@@ -162,10 +162,13 @@ def test_the_ops_are_clean_for_the_compiler():
 
     q, caches, tables, lengths, _ = cache_of([5, 3], 4, 2, 16, torch.float32)
     sequence = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(triton.paged_attention, (q, *caches, tables, sequence, lengths, None, 0.5, None, None))
+    torch.library.opcheck(
+        triton.paged_attention, (q, *caches, tables, sequence, lengths, None, 0.5, None, None)
+    )
     rows = torch.randn(2, 2, 16, device=DEVICE)
     slots = torch.tensor([3, 9], device=DEVICE)
-    torch.library.opcheck(triton.paged_append, (torch.zeros_like(caches[0]), rows, slots))
+    empty = [torch.zeros_like(cache) for cache in caches]
+    torch.library.opcheck(triton.paged_append, (*empty, rows, rows, slots))
 
     def step(q, rows, k_cache, v_cache):
         paged_append_(k_cache, v_cache, rows, rows, slots, backend="triton")

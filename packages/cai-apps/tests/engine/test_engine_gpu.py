@@ -18,6 +18,7 @@ pytestmark = [
 def gaps(model, outputs) -> float:
     """How far the logit of a token is below the largest, at most, by a forward over prompt and answer."""
     worst = 0.0
+    model.set_attn_implementation("eager")  # knows soft caps in every version of transformers
     for output in outputs:
         ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]], device="cuda")
         with torch.no_grad():
@@ -31,6 +32,8 @@ def gaps(model, outputs) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_the_likeliest(kind, graphs):
     model, asked = small_model(kind).cuda(), prompts(20)
+    if graphs:
+        swap(model, kinds=("experts",))  # transformers' own wait for the GPU
     llm = LLM(model, options=EngineOptions(graphs=graphs, batch_tokens=64, memory=0.5))
     captured = []
     if graphs:

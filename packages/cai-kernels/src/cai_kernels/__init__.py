@@ -70,6 +70,7 @@ from cai_kernels.quantized_linear import (
 from cai_kernels.rms_norm import rms_norm
 from cai_kernels.rope import rope
 from cai_kernels.sampling import sample
+from cai_kernels.skinny_linear import skinny_linears, skinny_pays
 from cai_kernels.softmax import softmax
 from cai_kernels.swap import Swapped, swap
 from cai_kernels.token_permute import token_permute, token_unpermute
@@ -150,6 +151,8 @@ __all__ = [
     "sigmoid_gate",
     "simpo_loss",
     "sink_attention",
+    "skinny_linears",
+    "skinny_pays",
     "softmax",
     "swap",
     "swiglu",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.documents import document_rule
 from cai_apps.engine.graphs import DecodeGraphs
+from cai_apps.engine.linears import SharedInputs
 from cai_apps.engine.schedule import Limits
 from cai_apps.engine.step import CachedAttention, Rows, Step
 from cai_mesh.attention import attention_layers, attention_replaced
@@ -37,6 +38,7 @@ class CachedModel:
             for name, _ in attention_layers(model)
         }
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._linears = SharedInputs(model)
         self._graphs: DecodeGraphs | None = None
         if graphs and self.device.type == "cuda":
             most = blocks if longest is None else min(blocks, -(-longest // limits.block_size))
@@ -82,7 +84,8 @@ class CachedModel:
             self._graphs.forget()
 
     def _row_logits(self, rows: Rows) -> Tensor:
-        return self._run(rows, None)
+        with self._linears.together():
+            return self._run(rows, None)
 
     def _run(self, rows: Rows, step: Step | None, **keep: Tensor) -> Tensor:
         for rule in self._rules.values():

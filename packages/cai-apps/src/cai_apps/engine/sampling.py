@@ -243,8 +243,7 @@ class Logprobs:
         pairs = zip(self.places.tolist(), self.values.tolist(), strict=True)
         tops = [tuple(zip(*pair, strict=True)) for pair in pairs]
         return [
-            TokenLogprob(*row)
-            for row in zip(self.tokens.tolist(), self.chosen.tolist(), tops, strict=True)
+            TokenLogprob(*row) for row in zip(self.tokens.tolist(), self.chosen.tolist(), tops, strict=True)
         ]
 
 

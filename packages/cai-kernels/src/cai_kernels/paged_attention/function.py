@@ -57,8 +57,7 @@ def paged_append_(
         return
     from cai_kernels.paged_attention import triton
 
-    triton.paged_append(k_cache, k, slots)
-    triton.paged_append(v_cache, v, slots)
+    triton.paged_append(k_cache, v_cache, k, v, slots)
 
 
 def paged_attention(

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from cai_kernels.compiler import tl, triton
-from cai_kernels.launch import dot_precision, power_of_2, waves
+from cai_kernels.launch import dot_precision, pdl_options, power_of_2, waves
 from cai_kernels.ops import define
-from cai_kernels.tiles import dot
+from cai_kernels.tiles import dot, launch_dependents, wait_for_previous
 
 KEYS = 64  # the most keys of a step
 MAX_SPLITS = 64
@@ -51,16 +51,39 @@ class Scores(NamedTuple):
     softcap: float
 
 
+class Appended(NamedTuple):
+    """New rows [T, Nkv, H], their strides of tokens and heads, the cache, and the numbers of a token."""
+
+    rows: object
+    token_stride: int
+    head_stride: int
+    cache: object
+    columns: int
+
+
 @triton.jit
-def _append(rows_ptr, slots_ptr, cache_ptr, shape, HEAD: tl.constexpr, BLOCK: tl.constexpr):
-    columns, token_stride, head_stride = shape
+def _append_rows(appended, token, slot, part, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    where = token * appended.token_stride + at // HEAD * appended.head_stride + at % HEAD
+    value = tl.load(appended.rows + where, mask=at < appended.columns, other=0.0)
+    inside = at < tl.where(slot >= 0, appended.columns, 0)
+    place = appended.cache + slot * appended.columns + at
+    tl.store(place, value.to(appended.cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _append(
+    keys, values, slots_ptr, HEAD: tl.constexpr, HEAD_V: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """A part of one token's keys, or values."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    where = token * token_stride + at // HEAD * head_stride + at % HEAD
-    value = tl.load(rows_ptr + where, mask=at < columns, other=0.0)
-    inside = at < tl.where(slot >= 0, columns, 0)
-    tl.store(cache_ptr + slot * columns + at, value.to(cache_ptr.dtype.element_ty), mask=inside)
+    if tl.program_id(2) == 0:
+        _append_rows(keys, token, slot, tl.program_id(1), HEAD, BLOCK)
+    else:
+        _append_rows(values, token, slot, tl.program_id(1), HEAD_V, BLOCK)
 
 
 @triton.jit
@@ -85,9 +108,11 @@ def _span(paged, sizes, window, row, split, KEYS: tl.constexpr):
 def _part(
     paged, sizes, scores,
     GROUP: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr,
-    HEAD_V: tl.constexpr, WIDE_V: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_V: tl.constexpr, WIDE_V: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One query row, the query heads of one key head, one split of the keys: its attention and log-sum-exp."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     row, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group = sizes.heads // sizes.key_heads
     member, at, at_v = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -133,8 +158,12 @@ def _part(
 
 
 @triton.jit
-def _merge(paged, out_ptr, sizes, SPLITS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr):
+def _merge(
+    paged, out_ptr, sizes, SPLITS: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
+):
     """One head of one query row: parts [splits, Hv] weighted by their log-sum-exps; zeros without keys."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
     at = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS), tl.arange(0, WIDE)
     lse = tl.load(paged.lses + at * sizes.splits + split, mask=split < sizes.splits, other=float("-inf"))
@@ -151,17 +180,21 @@ def _merge(paged, out_ptr, sizes, SPLITS: tl.constexpr, HEAD: tl.constexpr, WIDE
     tl.store(out_ptr + at * HEAD + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD)
 
 
-def _paged_append(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write rows [T, N, H] into cache [blocks, block_size, N, H] (contiguous) at slots [T], not where negative."""
-    columns = cache.shape[2] * cache.shape[3]
-    if rows.numel() == 0:
+def _paged_append(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write k and v [T, Nkv, any] into caches [blocks, block_size, Nkv, any] (contiguous) at slots [T] but negative."""
+    if not len(slots):
         return
-    if rows.stride(2) != 1:
-        rows = rows.contiguous()
-    block = min(power_of_2(columns), 2048)
-    launch = _append[(rows.shape[0], triton.cdiv(columns, block))]  # pyright: ignore[reportIndexIssue]
-    shape = (columns, rows.stride(0), rows.stride(1))
-    launch(rows, slots.contiguous(), cache, shape, HEAD=cache.shape[3], BLOCK=block)
+    both = []
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        rows = rows if rows.stride(2) == 1 else rows.contiguous()
+        both.append(Appended(rows, rows.stride(0), rows.stride(1), cache, rows.shape[1] * rows.shape[2]))
+    most = max(appended.columns for appended in both)
+    block = max(min(power_of_2(most), 2048), 16)
+    launch = _append[(len(slots), triton.cdiv(most, block), 2)]  # pyright: ignore[reportIndexIssue]
+    heads = {"HEAD": max(k.shape[2], 1), "HEAD_V": max(v.shape[2], 1)}
+    launch(*both, slots.contiguous(), **heads, BLOCK=block, **pdl_options(k.device))
 
 
 def splits_of(rows: int, key_heads: int, keys: int, device: torch.device) -> int:
@@ -200,6 +233,7 @@ def _paged_attention(
     splits = splits_of(rows, key_heads, keys if window is None else min(keys, window), q.device)
     parts = out if splits == 1 else q.new_empty(rows, heads, splits, head_v, dtype=torch.float32)
     lses = None if splits == 1 else q.new_empty(rows, heads, splits, dtype=torch.float32)
+    pdl = pdl_options(q.device)
     wide, wide_v = (max(power_of_2(width), 16) for width in (head, head_v))
     warps, stages = (8 if wide > 64 else 4, 1) if q.dtype == torch.float32 else (4, 2)
     step = KEYS // (2 if wide > 128 else 1) // (2 if q.dtype == torch.float32 else 1)
@@ -212,11 +246,11 @@ def _paged_attention(
         paged, sizes, scores,
         GROUP=max(power_of_2(heads // key_heads), 16), KEYS=step,
         HEAD=head, WIDE=wide, HEAD_V=head_v, WIDE_V=wide_v, ALONE=splits == 1,
-        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages,
+        PRECISION=dot_precision(q.dtype), num_warps=warps, num_stages=stages, **pdl,
     )  # fmt: skip
     if splits > 1:
         launch = _merge[(rows * heads,)]  # pyright: ignore[reportIndexIssue]
-        launch(paged, out, sizes, SPLITS=power_of_2(splits), HEAD=head_v, WIDE=wide_v, num_warps=4)
+        launch(paged, out, sizes, SPLITS=power_of_2(splits), HEAD=head_v, WIDE=wide_v, num_warps=4, **pdl)
     return out
 
 
@@ -224,5 +258,5 @@ def _empty(q, k_cache, v_cache, *_):
     return q.new_empty(*q.shape[:2], v_cache.shape[3])
 
 
-paged_append = define(_paged_append, mutates=("cache",))
+paged_append = define(_paged_append, mutates=("k_cache", "v_cache"))
 paged_attention = define(_paged_attention, _empty)

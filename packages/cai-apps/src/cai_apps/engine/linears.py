@@ -1,0 +1,124 @@
+"""The linear layers of a model while each request has one token: layers of one input are computed in one launch.
+
+Which layers those are is seen in a forward: plain linear layers that are given the same tensor one after the other, as
+those of queries, keys and values. The first of them computes all, and the others hand out what is theirs. A layer that
+is given another tensor then computes by itself, so that a forward that goes another way is right too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cai_kernels import skinny_linears, skinny_pays
+
+MOST = 3
+"""Layers of one launch."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class _Group:
+    """Layers of one input, and what has been computed for those that have not been called yet."""
+
+    layers: list[nn.Linear]
+    input: Tensor | None = None
+    results: dict[nn.Linear, Tensor] = field(default_factory=dict)
+
+    def takes(self, layer: nn.Linear, x: Tensor) -> bool:
+        """Return whether a layer that is given x is one of the group."""
+        is_alike = (layer.bias is None) == (self.layers[0].bias is None)
+        return self.input is x and is_alike and len(self.layers) < MOST and layer not in self.layers
+
+    def compute(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Return what a layer makes of x."""
+        if self.input is x and layer in self.results:
+            return self.results.pop(layer)
+        rows = x.numel() // x.shape[-1]
+        layers = self.layers if layer is self.layers[0] else [layer]
+        if not skinny_pays(rows, [each.out_features for each in layers]):
+            layers = [layer]
+            if not skinny_pays(rows, [layer.out_features]):
+                return F.linear(x, layer.weight, layer.bias)
+        biases = [each.bias for each in layers if each.bias is not None]
+        results = skinny_linears(x, [each.weight for each in layers], biases)
+        self.input, self.results = x, dict(zip(layers, results, strict=True))
+        return self.results.pop(layer)
+
+    def forget(self) -> None:
+        self.input = None
+        self.results.clear()
+
+
+class SharedInputs:
+    """The plain linear layers of a model on a GPU, grouped by their inputs.
+
+    Args:
+        model: the model; its layers are as they were outside `together`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._layers = [module for module in model.modules() if _is_plain(module)]
+        self._groups: list[_Group] | None = None
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, forwards of one token a request compute layers of one input together; the first finds those."""
+        if self._groups is None:
+            groups: list[_Group] = []
+            with self._replaced({layer: _recorder(layer, groups) for layer in self._layers}):
+                yield
+            for group in groups:
+                group.forget()
+            self._groups = groups
+            return
+        try:
+            with self._replaced({layer: _member(layer, g) for g in self._groups for layer in g.layers}):
+                yield
+        finally:
+            for group in self._groups:
+                group.forget()
+
+    @contextlib.contextmanager
+    def _replaced(self, forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+        try:
+            for layer, forward in forwards.items():
+                layer.forward = forward  # type: ignore[method-assign]
+            yield
+        finally:
+            for layer in forwards:
+                layer.__dict__.pop("forward", None)
+
+
+def _recorder(layer: nn.Linear, groups: list[_Group]) -> Callable[[Tensor], Tensor]:
+    """Return a layer's forward that notes its input."""
+
+    def forward(x: Tensor) -> Tensor:
+        if groups and groups[-1].takes(layer, x):
+            groups[-1].layers.append(layer)
+        elif not any(layer in group.layers for group in groups):
+            groups.append(_Group([layer], x))
+        return F.linear(x, layer.weight, layer.bias)
+
+    return forward
+
+
+def _member(layer: nn.Linear, group: _Group) -> Callable[[Tensor], Tensor]:
+    return lambda x: group.compute(layer, x)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer and nothing more, whose weight is read as it is."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__:
+        return False
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        return False
+    weight = module.weight
+    is_plain = type(weight) in (nn.Parameter, Tensor)
+    return is_plain and weight.is_cuda and weight.dtype in DTYPES and weight.is_contiguous()

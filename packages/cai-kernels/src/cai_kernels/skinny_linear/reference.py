@@ -1,0 +1,16 @@
+"""Linear layers of one input in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+
+def linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """x [rows, inputs], weights [outputs, inputs], biases [outputs] or none -> [rows, outputs] of each layer."""
+    pairs = zip(weights, biases or [None] * len(weights), strict=True)
+    return [F.linear(x, weight, bias) for weight, bias in pairs]
