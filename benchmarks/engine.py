@@ -111,7 +111,7 @@ def decode(llm: LLM, batch: int, prompt: int, steps: int, sampling: Sampling) ->
 def prefill(llm: LLM, prompt: int) -> float:
     words = llm.model.config.vocab_size
     times = []
-    for number in range(3):
+    for _ in range(3):
         ids = torch.randint(0, words, (prompt,)).tolist()
         torch.cuda.synchronize()
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -119,7 +120,8 @@ class Engine:
         for chunk in plan.chunks:
             request = self.requests[chunk.number]
             request.computed = chunk.start + chunk.tokens
-            self._publish(request)
+            if chunk.tokens > 1:  # else when the host knows the token
+                self._publish(request)
         return self._choose(logits, rows)
 
     def _land(self) -> list[Chosen]:
@@ -155,7 +157,7 @@ class Engine:
         for number in plan.preempted:
             self._give_back(self.requests[number])
         for request in (self.requests[number] for number in plan.admitted):
-            request.blocks, request.running = request.reusable(self.pool), True
+            request.blocks, request.running = array("i", request.reusable(self.pool)), True
             self.pool.share(request.blocks)  # before any block is taken, so that none of these is
             request.computed = len(request.blocks) * self.pool.size
             self.pool.hits += request.computed
@@ -165,7 +167,7 @@ class Engine:
             copies += self._copied(request, chunk.start)
             while len(request.blocks) * self.pool.size < end:
                 request.blocks.append(self.pool.take())
-            parts.append(Part(request.ids(chunk.start, end), chunk.start, tuple(request.blocks)))
+            parts.append(Part(request.ids(chunk.start, end), chunk.start, request.blocks))
         if copies:
             self._model.copy(copies)
         before = None if self._flight is None else self._flight.tokens
@@ -209,16 +211,17 @@ class Engine:
         ends: list[tuple[int, Request]] = []
         groups: list[BeamGroup] = []
         for row, (_, request, place) in enumerate(rows):
+            if place == request.length and request.group is None:
+                ends += [(row, member) for member in self._members(request)]
+                continue
             if place < len(request.prompt):
                 count = request.sampling.prompt_logprobs or 0
                 token = torch.tensor([request.prompt[place]], device=logits.device)
                 request.prompt_logprobs += logprobs_of(logits[row : row + 1], token, count).told()
-            if place == request.length and request.group is not None:
+            if place == request.length:
                 check_numbers(logits[row].max())
                 request.group.logprobs[request.number] = logits[row].float().log_softmax(-1)
                 groups.append(request.group)
-            elif place == request.length:
-                ends += [(row, member) for member in self._members(request)]
         for group in {id(group): group for group in groups}.values():
             if len(group.logprobs) == len(group.members):
                 self._advance(group)
@@ -265,7 +268,7 @@ class Engine:
         """Return a request that goes on from where another one stands, with the same blocks."""
         other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
         other.priority, other.running, other.computed = request.priority, request.running, request.computed
-        other.blocks = list(request.blocks)
+        other.blocks = array("i", request.blocks)
         self.pool.share(other.blocks)
         self.requests[other.number] = other
         return other
@@ -314,4 +317,4 @@ class Engine:
         if not request.answer:
             request.prompt_logprobs.clear()  # they come again with the prompt
         self.pool.give_back(request.blocks)
-        request.blocks, request.computed, request.published, request.running = [], 0, 0, False
+        request.blocks, request.computed, request.published, request.running = array("i"), 0, 0, False

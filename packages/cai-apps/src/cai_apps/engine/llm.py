@@ -183,8 +183,7 @@ class LLM:
         """
         requests = self._ask(self._many(prompts), sampling, changes)
         with self.engine.computing():
-            for _ in self._run(requests):
-                pass
+            self._complete(requests)
         return [self._output(request) for request in requests]
 
     def chat(
@@ -364,6 +363,23 @@ class LLM:
         if sampling.stop:
             self._need_tokenizer("a text ends the answer")
 
+    def _complete(self, requests: Sequence[Request]) -> None:
+        """Step until all requests have ended. Text is read while it grows only where a text may stop it."""
+        watched = [request for request in requests if request.sampling.stop]
+        pieces = self._run(watched) if watched else iter(())
+        try:
+            for _ in pieces:
+                pass
+            while any(request.ending is None for request in _all(requests)):
+                self.engine.step()
+        finally:
+            self._cancel(_all(requests))
+        for request in _all(requests):
+            if self.tokenizer is not None and not request.sampling.stop:
+                writer = AnswerText(self.tokenizer, request.prompt, ())
+                writer.add_all(request.answer)
+                request.text = writer.text
+
     def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
         """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled.
 
@@ -389,7 +405,9 @@ class LLM:
         text, token = "", request.answer[count - 1]
         if self.tokenizer is not None:
             stop = request.sampling.stop
-            writer = texts.setdefault(request.number, AnswerText(self.tokenizer, request.prompt, stop))
+            writer = texts.get(request.number)
+            if writer is None:
+                writer = texts[request.number] = AnswerText(self.tokenizer, request.prompt, stop)
             writer.add(token)
             if writer.is_stopped:
                 self.engine.end(request, "stop")

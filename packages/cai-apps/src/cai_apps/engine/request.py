@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -70,7 +71,7 @@ class Request:
     index: int = 0
     answer: list[int] = field(default_factory=list)
     pending: int | None = None
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     computed: int = 0
     published: int = 0
     running: bool = False
@@ -91,7 +92,7 @@ class Request:
     @property
     def is_full(self) -> bool:
         """Whether its answer is as long as it may be, once the host knows the last token."""
-        return self.length - len(self.prompt) >= self.sampling.max_tokens
+        return len(self.answer) + (self.pending is not None) >= self.sampling.max_tokens
 
     @property
     def needs_answer(self) -> bool:
@@ -106,7 +107,7 @@ class Request:
     @property
     def length(self) -> int:
         """Tokens of prompt and answer."""
-        return self.known + (self.pending is not None)
+        return len(self.prompt) + len(self.answer) + (self.pending is not None)
 
     def ids(self, start: int, end: int) -> Sequence[int]:
         """Return some of its tokens; -1 - row for the one of the last step's row `row`."""
@@ -138,7 +139,8 @@ class Request:
             pool: the blocks.
             is_tight: whether running requests may have to give blocks back, so that those are counted.
         """
-        blocks, computed, copies = self.blocks, self.computed, False
+        blocks: Sequence[int] = self.blocks
+        computed, copies = self.computed, False
         if self.running:
             freed = sum(pool.holders(block) == 1 for block in blocks) if is_tight else 0
             copies = computed % pool.size > 0 and pool.holders(blocks[computed // pool.size]) > 1

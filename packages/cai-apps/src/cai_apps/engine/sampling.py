@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ COLDEST = 1e-3
 """Logits are divided by a temperature; by less they would leave the range of their dtype."""
 FORMS = ("json_schema", "regex", "grammar")
 """Options that say of which form an answer is."""
-_MIX = 0x9E3779B97F4A7C15
+_MIX = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,15 @@ class Sampling:
         if sum(getattr(self, name) is not None for name in FORMS) > 1:
             raise ConfigError("an answer has one form", expected="one of " + ", ".join(FORMS))
 
-    @property
+    @cached_property
     def counts_tokens(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before the filters."""
+        return self.counts_tokens or bool(self.logit_bias)
 
     @property
     def form(self) -> tuple[str, Any] | None:
@@ -134,8 +140,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """A row of logits and whose next token is chosen from it.
 
     Args:
@@ -154,12 +159,17 @@ class Draw:
     answer: Sequence[int]
     allowed: torch.Tensor | None = None
 
-    @property
-    def noise(self) -> int:
-        """The seed of this position, which mixes well though seeds and positions are small numbers."""
-        mixed = (self.seed * _MIX + self.position * 0xBF58476D1CE4E5B9) % 2**64
-        mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) % 2**64
-        return (mixed ^ (mixed >> 29)) % 2**63
+
+def noise_seeds(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """Return the seed of each position, int64, which mixes well though seeds and positions are small numbers.
+
+    Args:
+        seeds: those of requests, less than 2**63.
+        positions: of the tokens, counted from 1.
+    """
+    mixed = np.array(seeds, np.uint64) * _MIX[0] + np.array(positions, np.uint64) * _MIX[1]
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * _MIX[2]
+    return ((mixed ^ (mixed >> np.uint64(29))) >> np.uint64(1)).astype(np.int64)
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -169,8 +179,10 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     if all(sampling.temperature == 0 for sampling in options):
         return logits.argmax(-1)
 
+    is_one = all(sampling is options[0] for sampling in options)
+
     def column(name: str, most: float = math.inf) -> Any:
-        values = [min(getattr(sampling, name), most) for sampling in options]
+        values = [min(getattr(sampling, name), most) for sampling in (options[:1] if is_one else options)]
         if len({*values}) == 1:
             return values[0]
         kind = np.int64 if name == "top_k" else np.float32
@@ -178,8 +190,8 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
     filters = {name: column(name) for name in ("temperature", "top_p", "min_p")}
     filters["top_k"] = column("top_k", logits.shape[1])
-    seeds = on_device(np.array([draw.noise for draw in draws], np.int64), logits.device)
-    return sample(logits, **filters, seed=seeds)
+    seeds = noise_seeds([draw.seed for draw in draws], [draw.position for draw in draws])
+    return sample(logits, **filters, seed=on_device(seeds, logits.device))
 
 
 def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -187,11 +199,7 @@ def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     rows = [
         row
         for row, draw in enumerate(draws)
-        if draw.allowed is not None
-        or draw.sampling.repetition_penalty != 1
-        or draw.sampling.presence_penalty
-        or draw.sampling.frequency_penalty
-        or draw.sampling.logit_bias
+        if draw.allowed is not None or draw.sampling.changes_logits
     ]
     if not rows:
         return logits

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """A request as the schedule sees it.
 
     Args:
@@ -49,8 +49,7 @@ class Demand:
         return self.length - self.computed
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of a request that are computed next.
 
     Args:

@@ -8,9 +8,11 @@ chunks of prompts by the kernels of training, over keys that are gathered in a r
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +25,7 @@ PAGED_WIDTH = 256
 """The widest heads of the kernel that reads blocks where they are."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The tokens of one request in a step.
 
     Args:
@@ -35,7 +36,7 @@ class Part:
 
     ids: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    blocks: array[int]
 
     @property
     def end(self) -> int:
@@ -90,20 +91,33 @@ class Step:
     @cached_property
     def rows(self) -> Rows:
         """What all tokens read; tables and lengths are those of parts of one token."""
-        ids = np.fromiter(itertools.chain.from_iterable(part.ids for part in self.parts), np.int64)
-        places = np.concatenate([np.arange(part.start, part.end) for part in self.parts])
-        slots = np.concatenate([self._slots(part, part.start) for part in self.parts])
+        tokens = self._put(self._tokens())  # one copy for three rows, and one for lengths and tables
+        ids, places, slots = tokens
+        if self._before is not None and any(part.ids[-1] < 0 for part in self.parts):
+            ids = torch.where(ids < 0, self._before[(-1 - ids).clamp_min(0)], ids)
         parts = self.parts[: self.decodes]
-        tables = np.zeros((len(parts), max((len(part.blocks) for part in parts), default=0)), np.int32)
-        for row, part in zip(tables, parts, strict=True):
-            row[: len(part.blocks)] = part.blocks
-        lengths = np.array([part.end for part in parts], np.int32)
-        tokens = self._put(ids)
-        if self._before is not None and (ids < 0).any():
-            tokens = torch.where(tokens < 0, self._before[(-1 - tokens).clamp_min(0)], tokens)
-        return Rows(
-            tokens[None], self._put(places)[None], self._put(slots), self._put(lengths), self._put(tables)
-        )
+        most = max((len(part.blocks) for part in parts), default=0)
+        keys = np.zeros((1 + most) * len(parts), np.int32)
+        keys[: len(parts)] = [part.end for part in parts]
+        for row, part in zip(keys[len(parts) :].reshape(len(parts), most), parts, strict=True):
+            row[: len(part.blocks)] = np.frombuffer(part.blocks, np.int32)
+        moved = self._put(keys)
+        return Rows(ids[None], places[None], slots, moved[: len(parts)], moved[len(parts) :].view(len(parts), most))
+
+    def _tokens(self) -> np.ndarray:
+        """Return ids, positions and slots of all tokens, int64 [3, T]."""
+        size, first, rest = self._size, self.parts[: self.decodes], self.parts[self.decodes :]
+        ids = [part.ids[0] for part in first]
+        places = [part.start for part in first]
+        slots = [part.blocks[part.start // size] * size + part.start % size for part in first]
+        columns = [np.array([ids, places, slots], np.int64)]
+        for part in rest:
+            columns.append(
+                np.stack(
+                    [np.array(part.ids), np.arange(part.start, part.end), self._slots(part, part.start)]
+                )
+            )
+        return np.concatenate(columns, 1)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -130,7 +144,7 @@ class Step:
 
     def _slots(self, part: Part, start: int) -> np.ndarray:
         places = np.arange(start, part.end)
-        blocks = np.array(part.blocks[start // self._size :], np.int64)
+        blocks = np.frombuffer(part.blocks, np.int32)[start // self._size :].astype(np.int64)
         return blocks[places // self._size - start // self._size] * self._size + places % self._size
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
@@ -200,7 +214,9 @@ class CachedAttention:
         """Attend with the queries of a step, to the keys of its requests in one row."""
         slots, starts = step.keys(call.window)
         pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (self._keys, self._values))  # type: ignore[union-attr]
-        return self._rule(query, *pair, replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts))
+        if len(step.parts) > 1:  # one alone is a row without boundaries, for which there are faster kernels
+            call = replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts)
+        return self._rule(query, *pair, call)
 
     def free(self) -> None:
         """Free the blocks' memory."""

@@ -41,6 +41,11 @@ class AnswerText:
             self._ids.append(token)
             self._read(ends=False)
 
+    def add_all(self, tokens: Sequence[int]) -> None:
+        """Add the tokens of an answer that nothing stops, at once, and finish."""
+        self._ids += tokens
+        self._read(ends=True)
+
     def finish(self) -> None:
         """Add what is left of a letter that never came to its end."""
         if not self.is_stopped:

@@ -83,8 +83,8 @@ def paged_attention(
     Args:
         q: [B, N, H], one new token a sequence; with cu_seqlens [T, N, H], any number a sequence. float32, bfloat16 or
             float16, in the reference float64 too; H up to 256 in Triton.
-        k_cache, v_cache: [blocks, block_size, Nkv, H] and the same of Hv, contiguous, any of these dtypes, N a multiple
-            of Nkv. The new tokens' own keys are in them already.
+        k_cache, v_cache: [blocks, block_size, Nkv, H] and the same of Hv, contiguous, any of these dtypes, N a
+            multiple of Nkv. The new tokens' own keys are in them already.
         block_tables: [B, most] int32 or int64: the blocks of a sequence in order; entries past its length are not
             read.
         lengths: [B] int32 or int64: keys of a sequence, the new ones included. Zero gives zeros.
@@ -96,8 +96,8 @@ def paged_attention(
         sinks: [N], any floating dtype: of each head the score of one more key, which has no value.
         backend: "auto" (Triton on CUDA, else the reference), "triton" or "reference".
 
-    Returns [.., N, Hv] in q's dtype. Takes no gradient. Nothing waits for lengths on the host. Raises `KernelError` naming the
-    argument that does not fit.
+    Returns [.., N, Hv] in q's dtype. Takes no gradient. Nothing waits for lengths on the host. Raises `KernelError`
+    naming the argument that does not fit.
     """
     form = choose(backend, q.device)
     dtypes = _PLAIN_DTYPES if form == "reference" else _DTYPES

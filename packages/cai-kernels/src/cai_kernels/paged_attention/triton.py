@@ -13,7 +13,7 @@ from cai_kernels.tiles import dot, launch_dependents, wait_for_previous
 
 KEYS = 64  # the most keys of a step
 MAX_SPLITS = 64
-PROGRAMS = 4  # on a multiprocessor, so that one long sequence among short ones does not take all the time
+PROGRAMS = 4  # on a multiprocessor, where keys are split
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -197,8 +197,21 @@ def _paged_append(
     launch(*both, slots.contiguous(), **heads, BLOCK=block, **pdl_options(k.device))
 
 
+def form_of(dtype: torch.dtype, wide: int) -> tuple[int, int, int]:
+    """Return the keys of a step, the warps of a program and the steps whose loads are under way.
+
+    Args:
+        dtype: of queries.
+        wide: numbers of a head, a power of two.
+    """
+    keys = KEYS // (2 if wide > 128 else 1)
+    if dtype == torch.float32:
+        return keys // 2, 8 if wide > 64 else 4, 1
+    return keys, 4, 3
+
+
 def splits_of(rows: int, key_heads: int, keys: int, device: torch.device) -> int:
-    """Return into how many parts the keys of a row are split, so that there are programs for all multiprocessors.
+    """Return into how many parts the keys of a row are split, so that all multiprocessors have programs.
 
     Args:
         rows: query rows.
@@ -206,7 +219,10 @@ def splits_of(rows: int, key_heads: int, keys: int, device: torch.device) -> int
         keys: the most keys that a row may have; a part has a step of them at least.
         device: the GPU.
     """
-    wanted = triton.cdiv(waves(device, PROGRAMS), max(rows * key_heads, 1))
+    programs = max(rows * key_heads, 1)
+    if programs >= waves(device, 2):
+        return 1  # there are enough, and nothing has to be merged
+    wanted = triton.cdiv(waves(device, PROGRAMS), programs)
     return max(1, min(wanted, triton.cdiv(keys, KEYS), MAX_SPLITS))
 
 
@@ -235,8 +251,7 @@ def _paged_attention(
     lses = None if splits == 1 else q.new_empty(rows, heads, splits, dtype=torch.float32)
     pdl = pdl_options(q.device)
     wide, wide_v = (max(power_of_2(width), 16) for width in (head, head_v))
-    warps, stages = (8 if wide > 64 else 4, 1) if q.dtype == torch.float32 else (4, 2)
-    step = KEYS // (2 if wide > 128 else 1) // (2 if q.dtype == torch.float32 else 1)
+    step, warps, stages = form_of(q.dtype, wide)
     tables, lengths = tables.contiguous(), lengths.contiguous()
     paged = Paged(q, k_cache, v_cache, tables, sequence, lengths, sinks, parts, lses)
     sizes = Sizes(q.stride(0), q.stride(1), heads, key_heads, block, tables.shape[1], splits)

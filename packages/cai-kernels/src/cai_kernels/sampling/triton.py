@@ -14,6 +14,8 @@ from cai_kernels.launch import power_of_2
 from cai_kernels.ops import define
 
 BLOCK = 8192
+SPLIT_ROWS = 64
+"""The most rows that are drawn in parts, where no filter needs the whole row."""
 LOWEST = tl.constexpr(-2139095041)  # the order of -inf
 
 
@@ -131,15 +133,46 @@ def _threshold(
 
 
 @triton.jit
+def _best(row, limits, noise, columns, span, BLOCK: tl.constexpr):
+    """The largest of noisy logits at or above a threshold in a span of columns, and the first token that has it."""
+    temperature, penalty, threshold = limits
+    key, noise_row = noise
+    first, end = span
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in range(first, end, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        z = _logits(row, penalty, column, columns)
+        noisy = z + temperature * _gumbel(key, noise_row, start, BLOCK)
+        better = (z >= threshold) & (noisy > best)
+        best = tl.where(better, noisy, best)
+        token = tl.where(better, column, token)
+    highest = tl.max(best, 0)
+    return highest, tl.min(tl.where(best == highest, token, 2147483647), 0)
+
+
+@triton.jit
+def _merge(parts, out_ptr, count, PARTS: tl.constexpr):
+    """The token of the part with the largest noisy logit; of equal ones the first."""
+    bests_ptr, tokens_ptr = parts
+    at = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    best = tl.load(bests_ptr + at * count + part, mask=part < count, other=float("-inf"))
+    token = tl.load(tokens_ptr + at * count + part, mask=part < count, other=2147483647)
+    chosen = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0)
+    tl.store(out_ptr + at, tl.where(chosen == 2147483647, 0, chosen).to(tl.int64))
+
+
+@triton.jit
 def _sample(
-    logits, seed_ptr, limits, values, out_ptr, shape,
+    logits, seed_ptr, limits, values, parts, out_ptr, shape,
     OWN_SEED: tl.constexpr, K: tl.constexpr, P: tl.constexpr, MIN_P: tl.constexpr,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     logits_ptr, seen_ptr = logits
     temperature_ptr, k_ptr, p_ptr, min_ptr, penalty_ptr = limits
     temperature, top_k, top_p, min_p, penalty = values
-    columns, stride = shape
+    columns, stride, part_columns = shape
     at = tl.program_id(0).to(tl.int64)
     row = (logits_ptr + at * stride, None if seen_ptr is None else seen_ptr + at * columns)
     temperature = _limit(temperature_ptr, at, temperature)
@@ -151,17 +184,16 @@ def _sample(
         threshold = _threshold(row, penalty, columns, passed, K, P, SHIFT, BLOCK)
     key = tl.load(seed_ptr + (at if OWN_SEED else 0))
     noise_row = (at * 0 if OWN_SEED else at).to(tl.int32)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    token = tl.full((BLOCK,), 2147483647, tl.int32)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        z = _logits(row, penalty, column, columns)
-        noisy = z + temperature * _gumbel(key, noise_row, start, BLOCK)
-        better = (z >= threshold) & (noisy > best)
-        best = tl.where(better, noisy, best)
-        token = tl.where(better, column, token)
-    chosen = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0)
-    tl.store(out_ptr + at, tl.where(chosen == 2147483647, 0, chosen).to(tl.int64))
+    first = tl.program_id(1) * part_columns
+    span = (first, tl.minimum(first + part_columns, columns))
+    best, token = _best(row, (temperature, penalty, threshold), (key, noise_row), columns, span, BLOCK)
+    if parts is not None:
+        bests_ptr, tokens_ptr = parts
+        part = at * tl.num_programs(1) + tl.program_id(1)
+        tl.store(bests_ptr + part, best)
+        tl.store(tokens_ptr + part, token)
+    else:
+        tl.store(out_ptr + at, tl.where(token == 2147483647, 0, token).to(tl.int64))
 
 
 def _run(
@@ -190,18 +222,26 @@ def _run(
     limits = (temperature, top_k, top_p, min_p, repetition_penalty)
     values = (temperature_value, top_k_value, top_p_value, min_p_value, repetition_penalty_value)
     shift = 16 if logits.dtype == torch.bfloat16 and seen is None else 0
+    filters = {
+        "K": top_k is not None or 0 < top_k_value < columns,
+        "P": top_p is not None or top_p_value < 1.0,
+        "MIN_P": min_p is not None or min_p_value > 0.0,
+    }
     block = max(min(power_of_2(columns), BLOCK), 16)
-    launch = _sample[(rows,)]  # pyright: ignore[reportIndexIssue]
+    count = 1 if any(filters.values()) or rows > SPLIT_ROWS else triton.cdiv(columns, block)
+    parts = None
+    if count > 1:
+        parts = (logits.new_empty(rows, count, dtype=torch.float32), out.new_empty(rows, count, dtype=torch.int32))
+    launch = _sample[(rows, count)]  # pyright: ignore[reportIndexIssue]
     launch(
         (logits, None if seen is None else seen.contiguous()), seed,
-        limits, values, out, (columns, logits.stride(0)),
-        OWN_SEED=seed.dim() == 1,
-        K=top_k is not None or 0 < top_k_value < columns,
-        P=top_p is not None or top_p_value < 1.0,
-        MIN_P=min_p is not None or min_p_value > 0.0,
-        SHIFT=shift, BLOCK=block,
+        limits, values, parts, out, (columns, logits.stride(0), block if count > 1 else columns),
+        OWN_SEED=seed.dim() == 1, **filters, SHIFT=shift, BLOCK=block,
         num_warps=max(min(block // 256, 32), 4),
     )  # fmt: skip
+    if parts is not None:
+        launch = _merge[(rows,)]  # pyright: ignore[reportIndexIssue]
+        launch(parts, out, count, PARTS=power_of_2(count), num_warps=1)
     return out
 
 
