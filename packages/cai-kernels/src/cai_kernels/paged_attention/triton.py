@@ -152,7 +152,10 @@ def _part(
         lse = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
         tl.store(paged.lses + part, lse, mask=member < group)
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_mask = (member < group)[:, None] & (at_v < HEAD_V)[None, :] & (ALONE or begin < end)
+    columns = tl.where(begin < end, HEAD_V, 0)  # a part without keys is not read
+    if ALONE:
+        columns = HEAD_V
+    out_mask = (member < group)[:, None] & (at_v < columns)[None, :]
     where = part[:, None] * HEAD_V + at_v[None, :]
     tl.store(paged.parts + where, out.to(paged.parts.dtype.element_ty), mask=out_mask)
 

@@ -231,7 +231,10 @@ def _run(
     count = 1 if any(filters.values()) or rows > SPLIT_ROWS else triton.cdiv(columns, block)
     parts = None
     if count > 1:
-        parts = (logits.new_empty(rows, count, dtype=torch.float32), out.new_empty(rows, count, dtype=torch.int32))
+        parts = (
+            logits.new_empty(rows, count, dtype=torch.float32),
+            out.new_empty(rows, count, dtype=torch.int32),
+        )
     launch = _sample[(rows, count)]  # pyright: ignore[reportIndexIssue]
     launch(
         (logits, None if seen is None else seen.contiguous()), seed,
