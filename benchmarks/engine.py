@@ -12,13 +12,14 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 from cai_apps.engine import LLM, EngineOptions, Sampling
-from cai_kernels.swap import swap
 
 SHAPES = {
     "llama-8b": {
@@ -45,7 +46,6 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
-KINDS = ("norm", "activation", "rope", "experts")
 
 
 def model_of(shape: dict, layers: int | None) -> torch.nn.Module:
@@ -120,6 +120,54 @@ def prefill(llm: LLM, prompt: int) -> float:
     return min(times)
 
 
+def workload(llm: LLM, count: int) -> dict:
+    """That of nano-vllm's benchmark: requests of 100 to 1,024 tokens, with answers of as many."""
+    random = torch.Generator().manual_seed(0)
+
+    def lengths() -> list[int]:
+        return torch.randint(100, 1025, (count,), generator=random).tolist()
+
+    prompts = [torch.randint(0, 10000, (length,), generator=random).tolist() for length in lengths()]
+    samplings = [Sampling(max_tokens=most, temperature=0.6, ignore_eos=True) for most in lengths()]
+    llm.generate(prompts[:2], replace(samplings[0], max_tokens=8))
+    llm.forget()
+    seconds = []
+    for _ in range(2):  # the second time all graphs are there
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, samplings)
+        seconds.append(time.perf_counter() - began)
+        llm.forget()
+    tokens = sum(len(output.token_ids) for output in outputs)
+    row = {"requests": count, "tokens": tokens, "first_seconds": seconds[0], "seconds": seconds[1]}
+    return row | {"tokens_per_second": tokens / seconds[1]}
+
+
+def beside_transformers(llm: LLM, batch: int, prompt: int, tokens: int) -> dict:
+    """Tokens a second of the engine, and of transformers' own continuous batches, of one model and prompts."""
+    prompts = [torch.randint(0, 10000, (prompt,)).tolist() for _ in range(batch)]
+    sampling = Sampling(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+    rates = []
+    for _ in range(2):
+        began = time.perf_counter()
+        llm.generate(prompts, sampling)
+        rates.append(batch * tokens / (time.perf_counter() - began))
+        llm.forget()
+    row = {"batch": batch, "prompt": prompt, "tokens": tokens, "ours": max(rates)}
+    llm.engine.free()
+    torch.cuda.empty_cache()
+    model: Any = llm.model
+    config = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=True, eos_token_id=-1, pad_token_id=0
+    )
+    model.set_attn_implementation("paged|sdpa")
+    for _ in range(2):
+        began = time.perf_counter()
+        outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+        written = sum(len(output.generated_tokens) for output in outputs.values())
+        row["transformers"] = max(row.get("transformers", 0), written / (time.perf_counter() - began))
+    return row
+
+
 def traced(llm: LLM, batch: int, prompt: int, sampling: Sampling) -> list[dict]:
     """The kernels of eight steps, by the time that each name takes in one."""
     from torch.profiler import ProfilerActivity, profile
@@ -154,6 +202,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument("--workload", type=int, help="requests of 100 to 1,024 tokens in and out")
+    parser.add_argument(
+        "--beside", action="store_true", help="transformers' generate_batch on the same prompts"
+    )
     parser.add_argument("--kernel-by-kernel", action="store_true", help="without CUDA graphs")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -161,11 +213,11 @@ def main() -> None:
     bandwidth, flops = rates()
     torch.cuda.empty_cache()
     model = model_of(SHAPES[options.model], options.layers)
-    swapped = swap(model, kinds=KINDS)
-    llm = LLM(model, options=EngineOptions(graphs=not options.kernel_by_kernel, batch_tokens=8192))
-    llm._is_live = False  # nobody trains it
+    llm = LLM(
+        model, options=EngineOptions(graphs=not options.kernel_by_kernel, batch_tokens=8192), trains=False
+    )
     config = model.config
-    read = sum(p.numel() * p.element_size() for p in model.parameters())
+    read = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     if not config.tie_word_embeddings:
         read -= config.vocab_size * config.hidden_size * 2  # an embedding reads a row
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -181,7 +233,7 @@ def main() -> None:
         if options.trace:
             row["kernels"] = traced(llm, batch, options.prompt, sampling)
         rows.append(row)
-        print(json.dumps({k: v for k, v in row.items() if k != "kernels"}), flush=True)
+        print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
         for kernel in row.get("kernels", []):
             print(f"  {kernel['us']:9.1f} us {kernel['count']:6.1f} x {kernel['name']}", flush=True)
     for length in options.prefill:
@@ -191,7 +243,13 @@ def main() -> None:
         row = {"prefill": length, "seconds": took, "floor": work / flops, "share": work / flops / took}
         rows.append(row)
         print(json.dumps(row), flush=True)
-    result = {
+    if options.workload:
+        rows.append(workload(llm, options.workload))
+        print(json.dumps(rows[-1]), flush=True)
+    if options.beside:
+        rows.append(beside_transformers(llm, 32, 256, 256))
+        print(json.dumps(rows[-1]), flush=True)
+    report = {
         "model": options.model,
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -199,12 +257,11 @@ def main() -> None:
         "bandwidth": bandwidth,
         "flops": flops,
         "graphs": not options.kernel_by_kernel,
-        "swapped": str(swapped).splitlines()[:12],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "rows": rows,
     }
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1))
+        options.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,12 @@ def test_keys_split_over_programs(backend):
 def test_several_new_tokens_a_sequence(backend):
     each, held = [3, 0, 1, 5], [9, 4, 1, 5]
     q, caches, tables, lengths, plain = cache_of(held, 4, 2, 16, torch.float32, each=each)
-    starts = torch.tensor([0, *each]).cumsum(0).int().to(DEVICE)
-    out = paged_attention(q, *caches, tables, lengths, cu_seqlens=starts, backend=backend)
+    rows = torch.repeat_interleave(torch.arange(4), torch.tensor(each))
+    counts = [
+        count for last, new in zip(held, each, strict=True) for count in range(last - new + 1, last + 1)
+    ]
+    lengths = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    out = paged_attention(q, *caches, tables[rows.to(DEVICE)], lengths, backend=backend)
     row = 0
     for b, n in enumerate(each):
         for i in range(n):
@@ -110,32 +114,33 @@ def test_scores_of_other_forms(case, splits, backend, monkeypatch):
 
     monkeypatch.setattr(triton, "MAX_SPLITS", 64 if splits else 1)
     options = {name: value.to(DEVICE) if name == "sinks" else value for name, value in SCORES[case].items()}
-    held = [300, 0, 3, 70]
-    q, caches, tables, lengths, plain = cache_of(held, 16, 2, 32, torch.float32)
-    out = paged_attention(q, *caches, tables, lengths, **options, backend=backend)
+    counts = [300, 0, 3, 70]
+    queries, caches, tables, lengths, plain = cache_of(counts, 16, 2, 32, torch.float32)
+    out = paged_attention(queries, *caches, tables, lengths, **options, backend=backend)
     window, softcap, sinks = (options.get(name) for name in ("window", "softcap", "sinks"))
-    for b, n in enumerate(held):
-        k, v = (t[max(0, n - (window or n)) :].double().repeat_interleave(2, 1) for t in plain[b])
-        scores = torch.einsum("nh,snh->ns", q[b].double(), k) * 32**-0.5
+    for number, count in enumerate(counts):
+        pair = [rows[max(0, count - (window or count)) :] for rows in plain[number]]
+        keys, values = (rows.double().repeat_interleave(2, 1) for rows in pair)
+        scores = torch.einsum("nh,snh->ns", queries[number].double(), keys) * 32**-0.5
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None]], 1)
-        weights = torch.softmax(scores, -1)[:, : len(k)] if scores.shape[1] else scores
-        expected = torch.einsum("ns,snh->nh", weights, v)
-        torch.testing.assert_close(out[b].double(), expected, rtol=1e-5, atol=1e-5)
+        weights = torch.softmax(scores, -1)[:, : len(keys)] if scores.shape[1] else scores
+        expected = torch.einsum("ns,snh->nh", weights, values)
+        torch.testing.assert_close(out[number].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_of_another_width_and_queries_of_any_strides(backend):
-    held = [70, 5]
-    q, (k_cache, v_cache), tables, lengths, plain = cache_of(held, 16, 2, 24, torch.float32)
+    counts = [70, 5]
+    queries, (k_cache, v_cache), tables, lengths, plain = cache_of(counts, 16, 2, 24, torch.float32)
     v_cache = v_cache[..., :16].contiguous()
-    strided = q.transpose(0, 1).contiguous().transpose(0, 1)
+    strided = queries.transpose(0, 1).contiguous().transpose(0, 1)
     out = paged_attention(strided, k_cache, v_cache, tables, lengths, backend=backend)
-    for b in range(2):
-        expected = one(q[b], *plain[b], 24**-0.5)[:, :16]
-        torch.testing.assert_close(out[b].double(), expected, rtol=1e-5, atol=1e-5)
+    for number in range(2):
+        expected = one(queries[number], *plain[number], 24**-0.5)[:, :16]
+        torch.testing.assert_close(out[number].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -161,10 +166,7 @@ def test_the_ops_are_clean_for_the_compiler():
     from cai_kernels.paged_attention import triton
 
     q, caches, tables, lengths, _ = cache_of([5, 3], 4, 2, 16, torch.float32)
-    sequence = torch.arange(2, dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(
-        triton.paged_attention, (q, *caches, tables, sequence, lengths, None, 0.5, None, None)
-    )
+    torch.library.opcheck(triton.paged_attention, (q, *caches, tables, lengths, None, 0.5, None, None))
     rows = torch.randn(2, 2, 16, device=DEVICE)
     slots = torch.tensor([3, 9], device=DEVICE)
     empty = [torch.zeros_like(cache) for cache in caches]
@@ -182,24 +184,21 @@ def test_the_ops_are_clean_for_the_compiler():
 
 def test_errors_name_the_argument():
     q, (k, v), tables, lengths, _ = cache_of([5, 3], 4, 2, 16, torch.float32)
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    for match, arguments, form in (
-        ("q does not fit the caches", (q[:, :3], k, v, tables, lengths), {}),
-        ("v_cache does not fit k_cache", (q, k, v[:1], tables, lengths), {}),
+    for match, arguments in (
+        ("q does not fit the caches", (q[:, :3], k, v, tables, lengths)),
+        ("v_cache does not fit k_cache", (q, k, v[:1], tables, lengths)),
         (
             "v_cache is not contiguous",
             (q, k, v.transpose(0, 1).contiguous().transpose(0, 1), tables, lengths),
-            {},
         ),
-        ("lengths does not fit block_tables", (q, k, v, tables, lengths[:1]), {}),
-        ("lengths has an unsupported dtype", (q, k, v, tables, lengths.float()), {}),
-        ("block_tables is on another device", (q, k, v, tables.to("meta"), lengths), {}),
-        ("q does not fit lengths", (q[:1], k, v, tables, lengths), {}),
-        ("cu_seqlens does not fit lengths", (q, k, v, tables, lengths), {"cu_seqlens": starts[:2]}),
-        ("takes no gradient", (q.clone().requires_grad_(), k, v, tables, lengths), {}),
+        ("lengths does not fit block_tables", (q, k, v, tables, lengths[:1])),
+        ("lengths has an unsupported dtype", (q, k, v, tables, lengths.float())),
+        ("block_tables is on another device", (q, k, v, tables.to("meta"), lengths)),
+        ("q does not fit lengths", (q[:1], k, v, tables, lengths)),
+        ("takes no gradient", (q.clone().requires_grad_(), k, v, tables, lengths)),
     ):
         with pytest.raises(KernelError, match=match):
-            paged_attention(*arguments, **form)
+            paged_attention(*arguments)
     rows, slots = torch.zeros(2, 2, 16, device=DEVICE), torch.tensor([0, 1], device=DEVICE)
     with pytest.raises(KernelError, match="v does not fit its cache and slots"):
         paged_append_(k, v, rows, rows[:1], slots)

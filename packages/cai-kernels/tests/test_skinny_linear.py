@@ -28,19 +28,19 @@ def layers(rows, inputs, outputs, dtype):
 @pytest.mark.parametrize("rows", [(1,), (1, 3), (17,), (0,)])
 @pytest.mark.parametrize(("outputs", "biased"), [((33,), True), ((16, 100), False), ((64, 3, 9), True)])
 def test_equals_the_layers_one_by_one(outputs, biased, rows, dtype, backend):
-    x, weights, biases = layers(rows, 300, outputs, dtype)
-    results = skinny_linears(x, weights, biases if biased else (), backend=backend)
-    for result, weight, bias in zip(results, weights, biases, strict=True):
-        expected = x.double() @ weight.double().T + bias.double() * biased
-        assert result.dtype == dtype and result.shape == (*rows, len(weight))
-        torch.testing.assert_close(result.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    hidden, weights, biases = layers(rows, 300, outputs, dtype)
+    outs = skinny_linears(hidden, weights, biases if biased else (), backend=backend)
+    for out, weight, bias in zip(outs, weights, biases, strict=True):
+        expected = hidden.double() @ weight.double().T + bias.double() * biased
+        assert out.dtype == dtype and out.shape == (*rows, len(weight))
+        torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def test_the_op_is_clean_for_the_compiler():
     from cai_kernels.skinny_linear import triton
 
-    x, weights, biases = layers((2,), 64, (16, 20), torch.float32)
-    torch.library.opcheck(triton.skinny_linears, (x, weights, biases))
+    hidden, weights, biases = layers((2,), 64, (16, 20), torch.float32)
+    torch.library.opcheck(triton.skinny_linears, (hidden, weights, biases))
 
 
 def test_where_it_pays():
@@ -49,15 +49,15 @@ def test_where_it_pays():
 
 
 def test_errors_name_the_argument():
-    x, weights, biases = layers((2,), 64, (16, 20), torch.float32)
+    hidden, weights, biases = layers((2,), 64, (16, 20), torch.float32)
     for match, arguments in (
-        ("one to three layers", (x, weights * 2)),
-        ("one to three layers", (x, weights, biases[:1])),
-        (r"weights\[1\] does not fit x", (x, [weights[0], weights[1][:, :3]])),
-        (r"weights\[0\] does not fit x", (x[:, :16], [weights[0][:, :16]])),
-        (r"weights\[0\] has an unsupported dtype", (x, [weights[0].double()])),
-        (r"biases\[0\] does not fit", (x, weights, [biases[0][:3], biases[1]])),
-        ("takes no gradient", (x.clone().requires_grad_(), weights)),
+        ("one to three layers", (hidden, weights * 2)),
+        ("one to three layers", (hidden, weights, biases[:1])),
+        (r"weights\[1\] does not fit hidden", (hidden, [weights[0], weights[1][:, :3]])),
+        (r"weights\[0\] does not fit hidden", (hidden[:, :16], [weights[0][:, :16]])),
+        (r"weights\[0\] has an unsupported dtype", (hidden, [weights[0].double()])),
+        (r"biases\[0\] does not fit", (hidden, weights, [biases[0][:3], biases[1]])),
+        ("takes no gradient", (hidden.clone().requires_grad_(), weights)),
     ):
         with pytest.raises(KernelError, match=match):
             skinny_linears(*arguments)

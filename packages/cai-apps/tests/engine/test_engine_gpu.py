@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from engine_toys import KINDS, prompts, small_model
@@ -31,7 +33,7 @@ def gaps(model, outputs) -> float:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_the_likeliest(kind, graphs):
-    model, asked = small_model(kind).cuda(), prompts(20)
+    model, questions = small_model(kind).cuda(), prompts(20)
     if graphs:
         swap(model, kinds=("experts",))  # transformers' own wait for the GPU
     llm = LLM(model, options=EngineOptions(graphs=graphs, batch_tokens=64, memory=0.5))
@@ -41,29 +43,31 @@ def test_each_token_is_the_likeliest(kind, graphs):
         assert used is not None
         capture = used._capture
         used._capture = lambda size: (captured.append(size), capture(size))
-    outputs = llm.generate(asked, temperature=0, max_tokens=24)
+    outputs = llm.generate(questions, temperature=0, max_tokens=24)
     assert gaps(model, outputs) < 1e-3
     if graphs:
         assert captured and used.refusal is None, used.refusal
 
 
 def test_drawn_tokens_are_those_without_graphs():
-    model, asked = small_model("llama").cuda(), prompts(20)
+    model, questions = small_model("llama").cuda(), prompts(20)
     tokens = []
     for graphs in (True, False):
         llm = LLM(model, options=EngineOptions(graphs=graphs, memory=0.5))
-        outputs = llm.generate(asked, temperature=0.8, top_k=20, top_p=0.9, max_tokens=24, seed=5)
+        outputs = llm.generate(questions, temperature=0.8, top_k=20, top_p=0.9, max_tokens=24, seed=5)
         tokens.append([output.token_ids for output in outputs])
-    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    same = sum(map(operator.eq, *tokens))
     assert same >= 19  # rounding may part one
 
 
 def test_a_model_with_kernels_in_bfloat16():
-    model, asked = small_model("qwen3").cuda().bfloat16(), prompts(20)
+    model, questions = small_model("qwen3").cuda().bfloat16(), prompts(20)
     plain = LLM(model, options=EngineOptions(memory=0.5, graphs=False))
-    expected = plain.generate(asked, temperature=0, max_tokens=1)
+    expected = plain.generate(questions, temperature=0, max_tokens=1)
     swap(model, kinds=("norm", "activation", "rope", "experts"))
-    outputs = LLM(model, options=EngineOptions(memory=0.5)).generate(asked, temperature=0, max_tokens=24)
+    outputs = LLM(model, options=EngineOptions(memory=0.5)).generate(questions, temperature=0, max_tokens=24)
     assert gaps(model, outputs) < 0.05
-    same = sum(a.token_ids[0] == b.token_ids[0] for a, b in zip(expected, outputs, strict=True))
+    same = sum(
+        first.token_ids[0] == other.token_ids[0] for first, other in zip(expected, outputs, strict=True)
+    )
     assert same >= 18

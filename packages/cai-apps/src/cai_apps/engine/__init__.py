@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from cai_apps.engine.beam import BeamOptions
 from cai_apps.engine.engine import Engine
-from cai_apps.engine.llm import LLM, Answer, Output, Piece
+from cai_apps.engine.llm import LLM
+from cai_apps.engine.output import Answer, Output, Piece
 from cai_apps.engine.room import EngineOptions
 from cai_apps.engine.sampling import Sampling, TokenLogprob
 

@@ -32,7 +32,7 @@ class Flight:
     """A token of each of some requests. The copies to the host are under way; `land` waits for them.
 
     Args:
-        requests: whose next tokens they are.
+        requests: those that get the tokens.
         tokens: int64 [R], on the model's device.
         highest: the largest logit of each row, [R], which is no number where one of the row is none.
         logprobs: log-probabilities of rows that ask for them, by row.
@@ -61,9 +61,9 @@ class Flight:
         if self._event is not None:
             self._event.synchronize()
         check_numbers(self._highest)
-        told = {row: rows.told()[0] for row, rows in self._logprobs.items()}
+        logprobs = {row: rows.told()[0] for row, rows in self._logprobs.items()}
         return [
-            (request, token, told.get(row))
+            (request, token, logprobs.get(row))
             for row, (request, token) in enumerate(zip(self.requests, self._tokens.tolist(), strict=True))
         ]
 

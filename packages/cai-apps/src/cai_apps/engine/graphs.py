@@ -16,8 +16,6 @@ from cai_apps.engine.step import Rows
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 513, 32))
 """Numbers of rows that graphs are made of."""
-WARM = 2
-"""Forwards before one is captured, in which kernels are compiled and libraries choose theirs."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class DecodeGraphs:
         device: the model's, a GPU.
 
     Attributes:
-        refusal: why forwards of this model cannot be captured; None: they can, as far as is known.
+        refusal: the reason that forwards of this model cannot be captured; None: they can, as far as is known.
     """
 
     def __init__(self, forward: Callable[[Rows], Tensor], requests: int, most: int, device: torch.device):
@@ -94,8 +92,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM):
-                self._forward(rows)
+            self._forward(rows)  # kernels are compiled, and libraries choose theirs
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:

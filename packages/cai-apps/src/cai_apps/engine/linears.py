@@ -29,31 +29,32 @@ class _Group:
 
     layers: list[nn.Linear]
     input: Tensor | None = None
-    results: dict[nn.Linear, Tensor] = field(default_factory=dict)
+    outputs: dict[nn.Linear, Tensor] = field(default_factory=dict)
 
-    def takes(self, layer: nn.Linear, x: Tensor) -> bool:
-        """Return whether a layer that is given x is one of the group."""
+    def takes(self, layer: nn.Linear, hidden: Tensor) -> bool:
+        """Return whether a layer that is given hidden is one of the group."""
         is_alike = (layer.bias is None) == (self.layers[0].bias is None)
-        return self.input is x and is_alike and len(self.layers) < MOST and layer not in self.layers
+        return self.input is hidden and is_alike and len(self.layers) < MOST and layer not in self.layers
 
-    def compute(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Return what a layer makes of x."""
-        if self.input is x and layer in self.results:
-            return self.results.pop(layer)
-        rows = x.numel() // x.shape[-1]
+    def compute(self, layer: nn.Linear, hidden: Tensor) -> Tensor:
+        """Return what a layer makes of hidden."""
+        if self.input is hidden and layer in self.outputs:
+            return self.outputs.pop(layer)
+        rows = hidden.numel() // hidden.shape[-1]
         layers = self.layers if layer is self.layers[0] else [layer]
-        if not skinny_pays(rows, [each.out_features for each in layers]):
+        if not skinny_pays(rows, [member.out_features for member in layers]):
             layers = [layer]
             if not skinny_pays(rows, [layer.out_features]):
-                return F.linear(x, layer.weight, layer.bias)
-        biases = [each.bias for each in layers if each.bias is not None]
-        results = skinny_linears(x, [each.weight for each in layers], biases)
-        self.input, self.results = x, dict(zip(layers, results, strict=True))
-        return self.results.pop(layer)
+                return F.linear(hidden, layer.weight, layer.bias)
+        biases = [member.bias for member in layers if member.bias is not None]
+        outputs = skinny_linears(hidden, [member.weight for member in layers], biases)
+        self.input, self.outputs = hidden, dict(zip(layers, outputs, strict=True))
+        return self.outputs.pop(layer)
 
     def forget(self) -> None:
+        """Let go of the last input and of what nobody has asked for."""
         self.input = None
-        self.results.clear()
+        self.outputs.clear()
 
 
 class SharedInputs:
@@ -79,7 +80,9 @@ class SharedInputs:
             self._groups = groups
             return
         try:
-            with self._replaced({layer: _member(layer, g) for g in self._groups for layer in g.layers}):
+            with self._replaced(
+                {layer: _member(layer, group) for group in self._groups for layer in group.layers}
+            ):
                 yield
         finally:
             for group in self._groups:
@@ -99,18 +102,18 @@ class SharedInputs:
 def _recorder(layer: nn.Linear, groups: list[_Group]) -> Callable[[Tensor], Tensor]:
     """Return a layer's forward that notes its input."""
 
-    def forward(x: Tensor) -> Tensor:
-        if groups and groups[-1].takes(layer, x):
+    def forward(hidden: Tensor) -> Tensor:
+        if groups and groups[-1].takes(layer, hidden):
             groups[-1].layers.append(layer)
         elif not any(layer in group.layers for group in groups):
-            groups.append(_Group([layer], x))
-        return F.linear(x, layer.weight, layer.bias)
+            groups.append(_Group([layer], hidden))
+        return F.linear(hidden, layer.weight, layer.bias)
 
     return forward
 
 
 def _member(layer: nn.Linear, group: _Group) -> Callable[[Tensor], Tensor]:
-    return lambda x: group.compute(layer, x)
+    return lambda hidden: group.compute(layer, hidden)
 
 
 def _is_plain(module: nn.Module) -> bool:

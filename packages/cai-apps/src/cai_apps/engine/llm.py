@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,13 @@ from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
 from cai_apps.engine.beam import BeamOptions, BeamSearch
 from cai_apps.engine.engine import Engine
 from cai_apps.engine.grammar import Grammars
-from cai_apps.engine.request import BeamGroup, Ending, Request
+from cai_apps.engine.output import Answer, Output, Piece
+from cai_apps.engine.request import BeamGroup, Request
 from cai_apps.engine.room import EngineOptions, block_count
-from cai_apps.engine.sampling import Sampling, TokenLogprob
+from cai_apps.engine.sampling import Sampling
 from cai_apps.engine.schedule import Limits
 from cai_apps.engine.text import AnswerText
+from cai_kernels import swap
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError, PlanError
 from cai_zero import sharding_of
@@ -38,74 +40,10 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 """A text, or the ids of one."""
+KERNELS = ("norm", "activation", "rope", "experts")
+"""Kinds of modules that run kernels; attention does in any case."""
 Samplings = Sampling | Sequence[Sampling]
 """Options of all prompts, or of each."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What was written after a prompt.
-
-    Args:
-        token_ids: its ids, that of its end among them.
-        text: its text, without a text that stopped it; empty without a tokenizer.
-        ending: "stop" at an end that the model chose or a text of `stop`; "length" at `max_tokens`.
-        logprobs: a number for each token, if `Sampling.logprobs` asks for it.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str
-    ending: Ending
-    logprobs: tuple[TokenLogprob, ...] = ()
-
-
-@dataclass(frozen=True)
-class Output:
-    """A prompt and the answers to it.
-
-    Args:
-        prompt_token_ids: the ids of the prompt.
-        answers: `Sampling.n` answers.
-        prompt_logprobs: a number for each id of the prompt but the first, if asked for.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    answers: tuple[Answer, ...]
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The text of the first answer."""
-        return self.answers[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The ids of the first answer."""
-        return self.answers[0].token_ids
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the first answer."""
-        return self.answers[0].logprobs
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A token of an answer while it is written.
-
-    Args:
-        prompt: the number of the prompt among those that were asked.
-        answer: the number of the answer to it.
-        token_id: the token.
-        text: text that is certain with it; may be of tokens before, or empty.
-        ending: the reason if the answer ended with it; None: it goes on.
-    """
-
-    prompt: int
-    answer: int
-    token_id: int
-    text: str
-    ending: Ending | None = None
 
 
 class LLM:
@@ -120,6 +58,8 @@ class LLM:
             dtype, and trains on afterwards as though nothing had been. The cache has no memory between calls.
         tokenizer: the tokenizer or its directory; None: the directory's. Without one prompts are ids.
         options: the size of the engine.
+        trains: whether the weights may change between calls; None: those of a module may. Where they do not, a GPU
+            keeps the cache and what was captured, and the module's parts run kernels (`cai_kernels.swap`).
         ranks: ranks that compute the model together, as tensor ranks and those of ZeRO-3 do: they are given the same
             prompts in the same order and return the same answers. None: this process has the model alone, as a data
             rank of ZeRO 0 to 2 does.
@@ -136,10 +76,11 @@ class LLM:
         tokenizer: str | Path | PreTrainedTokenizerFast | None = None,
         *,
         options: EngineOptions = EngineOptions(),
+        trains: bool | None = None,
         ranks: dist.ProcessGroup | None = None,
     ):
         self._ranks = ranks
-        self._is_live = isinstance(model, nn.Module)
+        self._is_live = isinstance(model, nn.Module) if trains is None else trains
         if not isinstance(model, nn.Module):
             tokenizer = model if tokenizer is None else tokenizer
             model = open_pretrained(
@@ -153,6 +94,8 @@ class LLM:
         self.model = model
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         check_kind(model)
+        if not self._is_live and next(model.parameters()).is_cuda:
+            swap(model, kinds=KERNELS)
         longest = getattr(model.config, "max_position_embeddings", None)
         self.longest = longest if isinstance(longest, int) and longest > 0 else None
         self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -169,22 +112,32 @@ class LLM:
         self._grammars = Grammars(self.tokenizer, self._words, self.engine.ends)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Samplings = Sampling(), **changes: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Samplings = Sampling(),
+        *,
+        on_output: Callable[[int, Output], None] | None = None,
+        **changes: Any,
     ) -> list[Output]:
         """Return the answers to prompts, in their order.
 
         Args:
             prompts: texts or ids; one or many.
             sampling: options by which tokens are chosen, or those of each prompt.
+            on_output: is called with the number of a prompt and its answers as soon as those are complete.
             changes: fields of `Sampling` that are others, as `max_tokens=128`.
 
         Raises:
             ConfigError: a prompt is empty, too long, or has ids that the model does not know.
         """
         requests = self._ask(self._many(prompts), sampling, changes)
+        outputs: dict[int, Output] = {}
         with self.engine.computing():
-            self._complete(requests)
-        return [self._output(request) for request in requests]
+            for number, output in self._completed(requests):
+                outputs[number] = output
+                if on_output is not None:
+                    on_output(number, output)
+        return [outputs[number] for number in range(len(requests))]
 
     def chat(
         self,
@@ -363,22 +316,25 @@ class LLM:
         if sampling.stop:
             self._need_tokenizer("a text ends the answer")
 
-    def _complete(self, requests: Sequence[Request]) -> None:
-        """Step until all requests have ended. Text is read while it grows only where a text may stop it."""
-        watched = [request for request in requests if request.sampling.stop]
-        pieces = self._run(watched) if watched else iter(())
+    def _completed(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
+        """Step until all requests have ended; yield the number and the output of each when it has.
+
+        Text is read while it grows only where a text may stop it.
+        """
+        going = dict(enumerate(requests))
+        texts = {number: {} for number, request in going.items() if request.sampling.stop}
+        passed: Counter[int] = Counter()
         try:
-            for _ in pieces:
-                pass
-            while any(request.ending is None for request in _all(requests)):
+            while going:
                 self.engine.step()
+                for number in texts.keys() & going.keys():
+                    for _ in self._pieces(going[number], number, passed, texts[number]):
+                        pass
+                ended = [number for number, request in going.items() if _has_ended(request)]
+                for number in ended:
+                    yield number, self._output(going.pop(number))
         finally:
             self._cancel(_all(requests))
-        for request in _all(requests):
-            if self.tokenizer is not None and not request.sampling.stop:
-                writer = AnswerText(self.tokenizer, request.prompt, ())
-                writer.add_all(request.answer)
-                request.text = writer.text
 
     def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
         """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled.
@@ -389,16 +345,22 @@ class LLM:
         passed: Counter[int] = Counter()
         try:
             while True:
-                for number, first in enumerate(requests):
-                    for request in [first, *first.siblings]:
-                        while passed[request.number] < len(request.answer):
-                            passed[request.number] += 1
-                            yield self._piece(request, number, passed[request.number], texts)
+                for number, request in enumerate(requests):
+                    yield from self._pieces(request, number, passed, texts)
                 if all(request.ending is not None for request in _all(requests)):
                     return
                 self.engine.step()
         finally:
             self._cancel(_all(requests))
+
+    def _pieces(
+        self, first: Request, number: int, passed: Counter[int], texts: dict[int, AnswerText]
+    ) -> Iterator[Piece]:
+        """Yield the pieces of a prompt's answers that were not told before."""
+        for request in [first, *first.siblings]:
+            while passed[request.number] < len(request.answer):
+                passed[request.number] += 1
+                yield self._piece(request, number, passed[request.number], texts)
 
     def _piece(self, request: Request, number: int, count: int, texts: dict[int, AnswerText]) -> Piece:
         """Return the piece of token number `count` of an answer; end the answer there if a text of `stop` is met."""
@@ -420,6 +382,14 @@ class LLM:
         ending = request.ending if count == len(request.answer) else None
         return Piece(number, request.index, token, text, ending)
 
+    def _text(self, request: Request) -> str:
+        """Return the text of an answer that has ended."""
+        if self.tokenizer is None or request.sampling.stop:
+            return request.text
+        writer = AnswerText(self.tokenizer, request.prompt, ())
+        writer.add_all(request.answer)
+        return writer.text
+
     def _cancel(self, requests: Sequence[Request]) -> None:
         """End requests; a module that trains on has the memory of the cache again where none is left."""
         for request in requests:
@@ -429,10 +399,17 @@ class LLM:
 
     def _output(self, request: Request) -> Output:
         answers = [
-            Answer(tuple(answer.answer), answer.text, answer.ending or "cancelled", tuple(answer.logprobs))
+            Answer(
+                tuple(answer.answer), self._text(answer), answer.ending or "cancelled", tuple(answer.logprobs)
+            )
             for answer in [request, *request.siblings]
         ]
         return Output(request.prompt, tuple(answers), tuple(request.prompt_logprobs))
+
+
+def _has_ended(request: Request) -> bool:
+    """Return whether all answers to a request's prompt have ended."""
+    return all(answer.ending is not None for answer in (request, *request.siblings))
 
 
 def _all(requests: Sequence[Request]) -> list[Request]:

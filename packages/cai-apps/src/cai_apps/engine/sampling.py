@@ -146,7 +146,7 @@ class Draw(NamedTuple):
     Args:
         sampling: the request's options.
         seed: the request's seed.
-        position: of the token, counted from 1.
+        position: the place of the token, counted from 1.
         prompt: ids of the prompt.
         answer: ids that were chosen before.
         allowed: bool [V], the tokens of which one may be chosen; None: all.
@@ -165,7 +165,7 @@ def noise_seeds(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
 
     Args:
         seeds: those of requests, less than 2**63.
-        positions: of the tokens, counted from 1.
+        positions: places of the tokens, counted from 1.
     """
     mixed = np.array(seeds, np.uint64) * _MIX[0] + np.array(positions, np.uint64) * _MIX[1]
     mixed = (mixed ^ (mixed >> np.uint64(31))) * _MIX[2]
@@ -196,11 +196,7 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 def _penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Return logits of allowed tokens after penalties and bias, in float32; the same tensor if no request has any."""
-    rows = [
-        row
-        for row, draw in enumerate(draws)
-        if draw.allowed is not None or draw.sampling.changes_logits
-    ]
+    rows = [row for row, draw in enumerate(draws) if draw.allowed is not None or draw.sampling.changes_logits]
     if not rows:
         return logits
     logits = logits.float().clone()
@@ -233,7 +229,7 @@ class Logprobs:
     Args:
         tokens: int64 [R].
         chosen: those of the tokens, float32 [R].
-        values: of each row the largest, [R, count].
+        values: the largest ones of each row, [R, count].
         places: the tokens that have those, int64 [R, count].
     """
 
@@ -244,7 +240,7 @@ class Logprobs:
 
     def on_host(self) -> Logprobs:
         """Return a copy on the host, which may still be under way."""
-        return Logprobs(*(to_host(t) for t in (self.tokens, self.chosen, self.values, self.places)))
+        return Logprobs(*(to_host(part) for part in (self.tokens, self.chosen, self.values, self.places)))
 
     def told(self) -> list[TokenLogprob]:
         """Return them as the host's numbers."""

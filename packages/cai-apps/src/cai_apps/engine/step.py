@@ -51,7 +51,7 @@ class Rows:
     Args:
         ids: the tokens, int64 [1, R].
         places: their positions, int64 [1, R].
-        slots: where their keys are written, int64 [R]: block * size + position in the block; -1: nowhere.
+        slots: the places of their keys, int64 [R]: block * size + position in the block; -1: nowhere.
         lengths: the keys of each request, int32 [R].
         tables: the blocks of each, int32 [R, most].
     """
@@ -102,7 +102,9 @@ class Step:
         for row, part in zip(keys[len(parts) :].reshape(len(parts), most), parts, strict=True):
             row[: len(part.blocks)] = np.frombuffer(part.blocks, np.int32)
         moved = self._put(keys)
-        return Rows(ids[None], places[None], slots, moved[: len(parts)], moved[len(parts) :].view(len(parts), most))
+        return Rows(
+            ids[None], places[None], slots, moved[: len(parts)], moved[len(parts) :].view(len(parts), most)
+        )
 
     def _tokens(self) -> np.ndarray:
         """Return ids, positions and slots of all tokens, int64 [3, T]."""
@@ -113,9 +115,7 @@ class Step:
         columns = [np.array([ids, places, slots], np.int64)]
         for part in rest:
             columns.append(
-                np.stack(
-                    [np.array(part.ids), np.arange(part.start, part.end), self._slots(part, part.start)]
-                )
+                np.stack([np.array(part.ids), np.arange(part.start, part.end), self._slots(part, part.start)])
             )
         return np.concatenate(columns, 1)
 
@@ -177,7 +177,7 @@ class CachedAttention:
         rule: attention to keys in one row, of documents whose last ones are the queries'.
 
     Attributes:
-        rows: what the forward reads.
+        rows: the tensors that the forward reads.
         step: the step, where it has parts of several tokens.
     """
 

@@ -67,7 +67,6 @@ def paged_attention(
     block_tables: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    cu_seqlens: torch.Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -81,15 +80,13 @@ def paged_attention(
     that a CUDA graph of the call serves sequences that grow.
 
     Args:
-        q: [B, N, H], one new token a sequence; with cu_seqlens [T, N, H], any number a sequence. float32, bfloat16 or
-            float16, in the reference float64 too; H up to 256 in Triton.
+        q: [B, N, H], one new token a sequence, float32, bfloat16 or float16, in the reference float64 too; H up to 256
+            in Triton. Several new tokens of a sequence are rows with the same blocks and growing lengths.
         k_cache, v_cache: [blocks, block_size, Nkv, H] and the same of Hv, contiguous, any of these dtypes, N a
             multiple of Nkv. The new tokens' own keys are in them already.
         block_tables: [B, most] int32 or int64: the blocks of a sequence in order; entries past its length are not
             read.
         lengths: [B] int32 or int64: keys of a sequence, the new ones included. Zero gives zeros.
-        cu_seqlens: [B + 1] int32: the new tokens of sequence b are rows cu_seqlens[b]..cu_seqlens[b + 1] of q; the
-            last of them has the position of the last key and each sees the keys up to its own.
         scale: factor on q @ k.T; None: 1 / sqrt(H).
         window: the last so many keys of a row's are seen, its own among them; None: all.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
@@ -105,10 +102,9 @@ def paged_attention(
     _check_caches(k_cache, v_cache, dtypes)
     _check_scores(q, window, softcap, sinks)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    sequence, key_counts = _rows(q, lengths, cu_seqlens)
     if form == "reference":
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        return reference.attention(q, (k_cache, v_cache), block_tables, sequence, key_counts, **options)
+        return reference.attention(q, (k_cache, v_cache), block_tables, lengths, **options)
     from cai_kernels.paged_attention import triton
 
     if max(q.shape[2], v_cache.shape[3]) > MAX_HEAD_DIM:
@@ -117,8 +113,7 @@ def paged_attention(
             got=max(q.shape[2], v_cache.shape[3]),
             expected=f"up to {MAX_HEAD_DIM}",
         )
-    keys = (k_cache, v_cache, block_tables, sequence, key_counts)
-    return triton.paged_attention(q, *keys, sinks, scale, window, softcap)
+    return triton.paged_attention(q, k_cache, v_cache, block_tables, lengths, sinks, scale, window, softcap)
 
 
 def _check_query(
@@ -149,6 +144,8 @@ def _check_query(
             got=f"{tuple(lengths.shape)}, block_tables {tuple(block_tables.shape)}",
             expected="[B], block_tables [B, most]",
         )
+    if len(q) != len(lengths):
+        raise KernelError("q does not fit lengths", got=tuple(q.shape), expected=f"{len(lengths)} rows")
     if torch.is_grad_enabled() and q.requires_grad:
         raise KernelError("paged_attention takes no gradient", got="q requires grad", fix="torch.no_grad()")
 
@@ -164,31 +161,6 @@ def _check_scores(
         require("sinks", sinks, dtypes=_PLAIN_DTYPES, like=q)
         if sinks.shape != q.shape[1:2] or not sinks.is_contiguous():
             raise KernelError("one sink a head", got=tuple(sinks.shape), expected=f"({q.shape[1]},)")
-
-
-def _rows(
-    q: torch.Tensor, lengths: torch.Tensor, cu_seqlens: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The sequence of every row of q (None: the row's own), and how many keys it sees."""
-    if cu_seqlens is None:
-        if q.shape[0] != lengths.shape[0]:
-            raise KernelError(
-                "q does not fit lengths",
-                got=tuple(q.shape),
-                expected=f"{lengths.shape[0]} rows, or cu_seqlens",
-            )
-        return None, lengths
-    require("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), like=q)
-    if cu_seqlens.shape != (lengths.shape[0] + 1,):
-        raise KernelError(
-            "cu_seqlens does not fit lengths",
-            got=tuple(cu_seqlens.shape),
-            expected=f"({lengths.shape[0] + 1},)",
-        )
-    row = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True)
-    sequence = sequence.clamp(max=lengths.shape[0] - 1)
-    return sequence, (lengths[sequence] - (cu_seqlens[1:][sequence] - 1 - row)).clamp(min=0)
 
 
 def _check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

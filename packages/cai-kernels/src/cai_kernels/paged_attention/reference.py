@@ -17,7 +17,6 @@ def attention(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     block_tables: torch.Tensor,
-    sequence: torch.Tensor | None,
     lengths: torch.Tensor,
     *,
     scale: float,
@@ -25,15 +24,14 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [T, N, H], one query a row: its row of block_tables [T] (None: the same) and how many keys it sees [T]."""
+    """q [T, N, H], one query a row, with its blocks in block_tables [T, most], and how many keys it sees [T]."""
     size, key_heads = caches[0].shape[1:3]
     wide = torch.promote_types(q.dtype, torch.float32)
     at = torch.arange(block_tables.shape[1] * size, device=q.device)
     visible_mask = at[None, :] < lengths[:, None]
     if window is not None:
         visible_mask &= at[None, :] >= lengths[:, None] - window
-    tables = block_tables if sequence is None else block_tables[sequence.long()]
-    blocks = tables[:, at // size].long()
+    blocks = block_tables[:, at // size].long()
     slots = torch.where(visible_mask, blocks * size + at % size, 0)
     rows = (cache.view(-1, *cache.shape[2:])[slots].to(wide) for cache in caches)
     k, v = (torch.where(visible_mask[..., None, None], row, 0.0).transpose(1, 2) for row in rows)

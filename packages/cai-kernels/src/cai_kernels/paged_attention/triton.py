@@ -18,13 +18,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Paged(NamedTuple):
-    """q [T, N, H], caches [blocks, block_size, Nkv, H or Hv], tables [B, most], sequence, lengths [T], the parts."""
+    """q [T, N, H], caches [blocks, block_size, Nkv, H or Hv], tables [T, most], lengths [T], the parts."""
 
     q: object
     k_cache: object
     v_cache: object
     tables: object
-    sequence: object
     lengths: object
     sinks: object  # [N], any floating dtype, or None
     parts: object  # [T, N, splits, Hv] float32; with one split [T, N, Hv] of q's dtype
@@ -120,8 +119,7 @@ def _part(
     q_mask = (member < group)[:, None] & (at < HEAD)[None, :]
     where_q = row * sizes.q_row + head[:, None] * sizes.q_head + at[None, :]
     q = tl.load(paged.q + where_q, mask=q_mask, other=0.0)
-    sequence = row if paged.sequence is None else tl.load(paged.sequence + row).to(tl.int64)
-    table = paged.tables + sequence * sizes.most
+    table = paged.tables + row * sizes.most
     begin, end = _span(paged, sizes, scores.window, row, split, KEYS)
     largest = tl.full((GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP,), dtype=tl.float32)
@@ -184,27 +182,31 @@ def _merge(
 
 
 def _paged_append(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
 ) -> None:
-    """Write k and v [T, Nkv, any] into caches [blocks, block_size, Nkv, any] (contiguous) at slots [T] but negative."""
+    """Write rows [T, Nkv, any] into caches [blocks, block_size, Nkv, any] (contiguous) at slots [T] but negative."""
     if not len(slots):
         return
     both = []
-    for cache, rows in ((k_cache, k), (v_cache, v)):
+    for cache, rows in ((k_cache, keys), (v_cache, values)):
         rows = rows if rows.stride(2) == 1 else rows.contiguous()
         both.append(Appended(rows, rows.stride(0), rows.stride(1), cache, rows.shape[1] * rows.shape[2]))
     most = max(appended.columns for appended in both)
     block = max(min(power_of_2(most), 2048), 16)
     launch = _append[(len(slots), triton.cdiv(most, block), 2)]  # pyright: ignore[reportIndexIssue]
-    heads = {"HEAD": max(k.shape[2], 1), "HEAD_V": max(v.shape[2], 1)}
-    launch(*both, slots.contiguous(), **heads, BLOCK=block, **pdl_options(k.device))
+    heads = {"HEAD": max(keys.shape[2], 1), "HEAD_V": max(values.shape[2], 1)}
+    launch(*both, slots.contiguous(), **heads, BLOCK=block, **pdl_options(keys.device))
 
 
 def form_of(dtype: torch.dtype, wide: int) -> tuple[int, int, int]:
     """Return the keys of a step, the warps of a program and the steps whose loads are under way.
 
     Args:
-        dtype: of queries.
+        dtype: the dtype of queries.
         wide: numbers of a head, a power of two.
     """
     keys = KEYS // (2 if wide > 128 else 1)
@@ -225,8 +227,8 @@ def splits_of(rows: int, key_heads: int, keys: int, device: torch.device) -> int
     programs = max(rows * key_heads, 1)
     if programs >= waves(device, 2):
         return 1  # there are enough, and nothing has to be merged
-    wanted = triton.cdiv(waves(device, PROGRAMS), programs)
-    return max(1, min(wanted, triton.cdiv(keys, KEYS), MAX_SPLITS))
+    splits = triton.cdiv(waves(device, PROGRAMS), programs)
+    return max(1, min(splits, triton.cdiv(keys, KEYS), MAX_SPLITS))
 
 
 def _paged_attention(
@@ -234,14 +236,13 @@ def _paged_attention(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tables: torch.Tensor,
-    sequence: torch.Tensor | None,
     lengths: torch.Tensor,
     sinks: torch.Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """q [T, N, H], one query a row, its sequence [T] (None: the row's own) and how many keys it sees [T]."""
+    """q [T, N, H], one query a row, of which tables [T, most] has the blocks and lengths [T] the number of keys."""
     if q.stride(2) != 1:
         q = q.contiguous()
     (rows, heads, head), (_, block, key_heads, head_v) = q.shape, v_cache.shape
@@ -256,7 +257,7 @@ def _paged_attention(
     wide, wide_v = (max(power_of_2(width), 16) for width in (head, head_v))
     step, warps, stages = form_of(q.dtype, wide)
     tables, lengths = tables.contiguous(), lengths.contiguous()
-    paged = Paged(q, k_cache, v_cache, tables, sequence, lengths, sinks, parts, lses)
+    paged = Paged(q, k_cache, v_cache, tables, lengths, sinks, parts, lses)
     sizes = Sizes(q.stride(0), q.stride(1), heads, key_heads, block, tables.shape[1], splits)
     scores = Scores(scale, 2**30 if window is None else window, float(softcap or 0))
     launch = _part[(rows, key_heads, splits)]  # pyright: ignore[reportIndexIssue]

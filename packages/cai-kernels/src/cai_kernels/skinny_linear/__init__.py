@@ -1,6 +1,6 @@
 """Linear layers whose input has few rows, as in decoding: functions, reference and kernels.
 
-    y[i] = x @ weights[i].T + biases[i]
+    y[i] = hidden @ weights[i].T + biases[i]
 
 The time is that of reading the weights, each of which is read once and where it is.
 """

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 
 def linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+    hidden: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """x [rows, inputs], weights [outputs, inputs], biases [outputs] or none -> [rows, outputs] of each layer."""
+    """hidden [rows, inputs], weights [outputs, inputs], biases [outputs] or none -> [rows, outputs] of each layer."""
     pairs = zip(weights, biases or [None] * len(weights), strict=True)
-    return [F.linear(x, weight, bias) for weight, bias in pairs]
+    return [F.linear(hidden, weight, bias) for weight, bias in pairs]

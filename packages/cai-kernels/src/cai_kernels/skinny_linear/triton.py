@@ -49,15 +49,15 @@ def _row(x_ptr, layer, inputs, part, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
     wait_for_previous(PDL)
     total = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
-        x = tl.load(x_ptr + first + at, mask=first + at < inputs, other=0.0)
-        total += to_float32(weight) * to_float32(x)[None, :]
+        hidden = tl.load(x_ptr + first + at, mask=first + at < inputs, other=0.0)
+        total += to_float32(weight) * to_float32(hidden)[None, :]
         further = first + INPUTS
         mask = inside & (further + at < inputs)[None, :]
         weight = tl.load(weight_ptr + where + further, mask=mask, other=0.0)
-    result = tl.sum(total, 1)
+    sums = tl.sum(total, 1)
     if bias_ptr is not None:
-        result += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
-    tl.store(out_ptr + output, result.to(out_ptr.dtype.element_ty), mask=output < outputs)
+        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
+    tl.store(out_ptr + output, sums.to(out_ptr.dtype.element_ty), mask=output < outputs)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _rows(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of all rows: weight [OUTPUTS, INPUTS] @ x.T [INPUTS, ROWS]."""
+    """Some outputs of all rows: weight [OUTPUTS, INPUTS] @ hidden.T [INPUTS, ROWS]."""
     weight_ptr, bias_ptr, out_ptr, outputs = layer
     output = part * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.arange(0, ROWS)
@@ -81,8 +81,8 @@ def _rows(
         mask = inside & (column < inputs)[None, :]
         weight = tl.load(weight_ptr + where + first, mask=mask, other=0.0)
         mask = (row < rows)[None, :] & (column < inputs)[:, None]
-        x = tl.load(x_ptr + row[None, :] * inputs + column[:, None], mask=mask, other=0.0)
-        total = dot(weight, x, total, PRECISION)
+        hidden = tl.load(x_ptr + row[None, :] * inputs + column[:, None], mask=mask, other=0.0)
+        total = dot(weight, hidden, total, PRECISION)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
         total += bias.to(tl.float32)[:, None]
@@ -130,22 +130,22 @@ def form_of(rows: int, outputs: int, inputs: int) -> Form:
 
 
 def _skinny_linears(
-    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
+    hidden: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """x [rows, inputs] and up to three weights [outputs, inputs], all contiguous, with as many biases or none.
+    """hidden [rows, inputs] and up to three weights [outputs, inputs], all contiguous, with as many biases or none.
 
     Returns [rows, outputs] of each.
     """
     outputs = sum(weight.shape[0] for weight in weights)
-    return launched(x, weights, biases, form_of(x.shape[0], outputs, x.shape[1]))
+    return launched(hidden, weights, biases, form_of(hidden.shape[0], outputs, hidden.shape[1]))
 
 
 def launched(
-    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], form: Form
+    hidden: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], form: Form
 ) -> list[torch.Tensor]:
     """Compute in a form; see `_skinny_linears`."""
-    rows, inputs = x.shape
-    outs = [x.new_empty(rows, weight.shape[0]) for weight in weights]
+    rows, inputs = hidden.shape
+    outs = [hidden.new_empty(rows, weight.shape[0]) for weight in weights]
     if not rows:
         return outs
     parts = zip(weights, biases or [None] * len(weights), outs, strict=True)
@@ -154,15 +154,17 @@ def launched(
     grid = (sum(triton.cdiv(weight.shape[0], form.outputs) for weight in weights),)
     launch = _layers[grid]  # pyright: ignore[reportIndexIssue]
     launch(
-        x, *layers, inputs, rows,
+        hidden, *layers, inputs, rows,
         ROWS=1 if rows == 1 else max(power_of_2(rows), 16), OUTPUTS=form.outputs, INPUTS=form.inputs,
-        STAGES=form.stages, PRECISION=dot_precision(x.dtype), num_warps=form.warps, **pdl_options(x.device),
+        STAGES=form.stages, PRECISION=dot_precision(hidden.dtype), num_warps=form.warps, **pdl_options(hidden.device),
     )  # fmt: skip
     return outs
 
 
-def _empty(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[0], weight.shape[0]) for weight in weights]
+def _empty(
+    hidden: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [hidden.new_empty(hidden.shape[0], weight.shape[0]) for weight in weights]
 
 
 skinny_linears = define(_skinny_linears, _empty)

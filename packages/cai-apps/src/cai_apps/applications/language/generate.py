@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,18 +211,38 @@ class Writer:
             self.refusal = error.what
             print(f"transformers computes this model, one prompt at a time: {error.what}", file=sys.stderr)
         else:
-            self.llm = LLM(self.model, tokenizer, options=options)
+            self.llm = LLM(self.model, tokenizer, options=options, trains=False)
 
     @classmethod
     def of(cls, place: Place) -> Writer:
         """Return the model of a place for one prompt at a time, with the tokenizer of the place."""
         return cls(place, load_tokenizer(place.tokenizer), ONE)
 
-    def answers(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling]) -> list[Answer]:
-        """Return what is written after prompts of ids, the first of `n` answers to each."""
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        on_answer: Callable[[int, Answer], None] | None = None,
+    ) -> list[Answer]:
+        """Return what is written after prompts of ids, the first of `n` answers to each.
+
+        Args:
+            prompts: ids of each.
+            samplings: options of each.
+            on_answer: is called with the number of a prompt and its answer as soon as that is complete.
+        """
+
+        tell = on_answer or (lambda number, answer: None)
         if self.llm is not None:
-            return [output.answers[0] for output in self.llm.generate(prompts, samplings)]
-        return [self._plain(*pair) for pair in zip(prompts, samplings, strict=True)]
+            outputs = self.llm.generate(
+                prompts, samplings, on_output=lambda number, output: tell(number, output.answers[0])
+            )
+            return [output.answers[0] for output in outputs]
+        answers = []
+        for number, pair in enumerate(zip(prompts, samplings, strict=True)):
+            answers.append(self._plain(*pair))
+            tell(number, answers[-1])
+        return answers
 
     def stream(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[str]:
         """Yield the text of an answer while it is written; of a model that transformers computes, all at once."""

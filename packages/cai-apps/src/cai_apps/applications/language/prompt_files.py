@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from cai_apps.applications.language.generate import Place, Writer, renderer_of
 from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
-from cai_apps.engine import EngineOptions, Sampling
+from cai_apps.engine import Answer, EngineOptions, Sampling
 from cai_mesh.errors import DataError
 
 PROMPT_KEYS = ("prompt", "text")
 """Keys of a record whose value is a text to go on with."""
 WRITTEN = {"answer", "ending"}
 """Keys that a line of answers has beside those of its record."""
-AT_ONCE = 256
-"""Prompts whose answers are written before the next ones are computed."""
+AT_ONCE = 4096
+"""Prompts that are given to the engine before the next ones are."""
+
+
+TOLD = 10.0
+"""Seconds from one count on stderr to the next."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +109,46 @@ def answer_file(
         writer.check(prompt.ids, sampling)
     writer.check_finite(prompts[0].ids)
     lines = output.open("w", encoding="utf-8") if output is not None else contextlib.nullcontext(sys.stdout)
-    done = 0
     with lines as file:
+        answers = _Answers(prompts, file, is_told=output is not None)
         for start in range(0, len(prompts), AT_ONCE):
             part = prompts[start : start + AT_ONCE]
             seeds = range((sampling.seed or 0) + start, (sampling.seed or 0) + start + len(part))
             samplings = [replace(sampling, seed=seed) for seed in seeds]
-            answers = writer.answers([prompt.ids for prompt in part], samplings)
-            for prompt, answer in zip(part, answers, strict=True):
-                record = prompt.record | {"answer": answer.text, "ending": answer.ending}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            done += len(part)
-            if output is not None:
-                print(f"{done} of {len(prompts)} prompts answered", file=sys.stderr)
+            answers.first = start
+            writer.answers([prompt.ids for prompt in part], samplings, answers.add)
+
+
+class _Answers:
+    """Writes answers in the order of their prompts, each as soon as those before it are there.
+
+    Args:
+        prompts: all prompts.
+        file: gets a line for each.
+        is_told: whether the count is told on stderr now and then.
+
+    Attributes:
+        first: the number of the first prompt of those that are being answered.
+    """
+
+    def __init__(self, prompts: Sequence[FilePrompt], file: TextIO, *, is_told: bool):
+        self._prompts, self._file, self._is_told = prompts, file, is_told
+        self._waiting: dict[int, Answer] = {}
+        self.first, self._done, self._told = 0, 0, time.monotonic()
+
+    def add(self, number: int, answer: Answer) -> None:
+        """Take the answer to a prompt, counted from `first`."""
+        self._waiting[self.first + number] = answer
+        while self._done in self._waiting:
+            ready = self._waiting.pop(self._done)
+            record = self._prompts[self._done].record | {"answer": ready.text, "ending": ready.ending}
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+            self._done += 1
+        now, is_last = time.monotonic(), self._done == len(self._prompts)
+        if self._is_told and (is_last or now - self._told > TOLD):
+            print(f"{self._done} of {len(self._prompts)} prompts answered", file=sys.stderr)
+            self._told = now
 
 
 def _reader(
