@@ -379,6 +379,12 @@ def test_planning_an_offload_needs_no_torch():
     assert {name.split(".")[1] for name in loaded if name.startswith("cai_gemini.")} == {"planning"}
 
 
+def test_torchs_compiler_is_imported_by_what_compiles_alone():
+    """It takes two seconds, which a command that trains nothing need not wait."""
+    rooms = "cai_mesh.storage, cai_tensor_parallel.experts, cai_pipeline, cai_zero, cai_gemini, cai_kernels"
+    assert "torch._dynamo" not in loaded_by(f"{rooms}, cai_apps.engine")
+
+
 def has_tests(tree: ast.Module) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in tree.body)
 

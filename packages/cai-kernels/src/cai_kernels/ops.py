@@ -53,6 +53,15 @@ def define(
     return getattr(torch.ops.cai_kernels, name).default
 
 
+def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch's compiler call a function as it traces and keep the result, as `assume_constant_result` does.
+
+    That one imports the compiler with whoever uses it, for two seconds of every command's start.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _differentiable(
     name: str, backward: Callable[..., Any], twice: Callable[..., Any] | None, otherwise: str
 ) -> Callable[..., Any]:

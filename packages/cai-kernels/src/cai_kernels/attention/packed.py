@@ -12,7 +12,7 @@ import torch
 from cai_kernels.attention import packed_graphs as graphs
 from cai_kernels.attention.packed_graphs import Packed
 from cai_kernels.backend import capability
-from cai_kernels.ops import define
+from cai_kernels.ops import constant_in_graphs, define
 
 OFFSETS = (graphs.Q_OFFSETS, graphs.K_OFFSETS, graphs.V_OFFSETS, graphs.OUT_OFFSETS, graphs.LSE_OFFSETS)
 BACKWARD_OFFSETS = (graphs.DOUT_OFFSETS, graphs.DKV_OFFSETS)
@@ -45,7 +45,7 @@ def why_not_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _why_not_installed() -> str | None:
     return graphs.why_not_installed()
 

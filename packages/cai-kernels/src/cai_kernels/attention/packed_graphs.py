@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,6 @@ def rounded(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-@torch.compiler.disable(reason="it launches what cuDNN has compiled")
 def execute(packed: Packed, tensors: Mapping[int, torch.Tensor]) -> None:
     """Launch the graph of `packed` on the current stream.
 
@@ -90,6 +89,16 @@ def execute(packed: Packed, tensors: Mapping[int, torch.Tensor]) -> None:
         packed: the properties of the graph.
         tensors: the tensors by their numbers above; results are written into theirs.
     """
+    _launcher()(packed, tensors)
+
+
+@functools.cache
+def _launcher() -> Callable[[Packed, Mapping[int, torch.Tensor]], None]:
+    """Return `_launch`, which torch's compiler leaves alone. Only here is the compiler imported, for two seconds."""
+    return torch.compiler.disable(_launch, reason="it launches what cuDNN has compiled")
+
+
+def _launch(packed: Packed, tensors: Mapping[int, torch.Tensor]) -> None:
     device = torch.device("cuda", packed.device)
     with _lock, torch.cuda.device(device):
         graph, workspace_bytes = _graph(packed)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 
 from cai_kernels.attention.choice import SDPA, order
 from cai_kernels.backend import Backend
+from cai_kernels.ops import constant_in_graphs
 from cai_kernels.swap.record import Swapped, taken
 
 DEPTH = 2  # calls between a forward and torch's attention
@@ -91,13 +92,13 @@ def wanted_order(device: torch.device) -> list[SDPBackend] | None:
     return order(device) if device.type == "cuda" else None
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _untouched() -> bool:
     """Whether the order of operators is torch's default."""
     return tuple(torch._C._get_sdp_priority_order()) == TORCHS
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _all_allowed() -> bool:
     """Whether no operator is switched off: `sdpa_kernel` would switch it on again."""
     return set(SDPA.values()) <= set(_cur_sdpa_kernel_backends())

@@ -6,6 +6,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -88,11 +89,19 @@ def _inside(values: Iterable[Any], visited: set[int]) -> Iterator[torch.Tensor]:
         yield from _inside(tree_leaves(attributes), visited)
 
 
-_untraced = torch.compiler.disable(
-    reason="hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a block's "
+LEFT_OUT = (
+    "hooks of cai_mesh tell sharding and offload when a block is used; with fullgraph=True compile a block's "
     "forward alone: block.forward = torch.compile(block.forward, fullgraph=True)"
 )
-"""Leaves a hook out of graphs: what it does happens once a use, not once a compilation."""
+"""Why graphs leave hooks out: what they do happens once a use, not once a compilation."""
+
+
+@functools.cache
+def _leave_hooks_out() -> None:
+    """Leave the hooks out of graphs, before the first one is set: importing torch's compiler takes two seconds."""
+    for name in ("_forward_starts", "_forward_ends"):
+        hook = getattr(ModuleLifecycle, name)
+        setattr(ModuleLifecycle, name, torch.compiler.disable(hook, reason=LEFT_OUT))
 
 
 class ModuleLifecycle:
@@ -140,6 +149,8 @@ class ModuleLifecycle:
         Args:
             units: as above, each with all of its parameters.
         """
+        if units:
+            _leave_hooks_out()
         for module, params in units.items():
             if module not in self._trainable:
                 starts, ends = self._forward_starts, self._forward_ends  # bound, so that copies are told
@@ -172,7 +183,6 @@ class ModuleLifecycle:
         self._handles.clear()
         self._accumulators.clear()
 
-    @_untraced
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if module not in self._trainable:
             return  # of a copy
@@ -186,7 +196,6 @@ class ModuleLifecycle:
         for listener in self._listeners:
             listener.before_use(module, backward=backward)
 
-    @_untraced
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if module not in self._trainable:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ class Spread:
     parts: tuple[Part, ...]
     copies: dist.ProcessGroup | None = None
 
-    @torch.compiler.disable(reason="the host reads how many tokens travel to each rank")
+    def __post_init__(self) -> None:
+        _leave_out()
+
     def compute(
         self, layer: nn.Module, maths: ExpertMaths, hidden: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
@@ -73,6 +76,13 @@ class Spread:
         if self.copies is None:
             return None
         return share_of(tokens, self.copies.rank(), self.copies.size())
+
+
+@functools.cache
+def _leave_out() -> None:
+    """Leave a layer's computation out of graphs, before the first one: importing torch's compiler takes two seconds."""
+    reason = "the host reads how many tokens travel to each rank"
+    Spread.compute = torch.compiler.disable(Spread.compute, reason=reason)  # type: ignore[method-assign]
 
 
 def nothing(layer: nn.Module, tokens: Tensor, weights: Tensor) -> Tensor:
