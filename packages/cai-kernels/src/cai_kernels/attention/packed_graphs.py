@@ -93,7 +93,7 @@ def execute(packed: Packed, tensors: Mapping[int, torch.Tensor]) -> None:
 
 
 @functools.cache
-def _launcher() -> Callable[[Packed, Mapping[int, torch.Tensor]], None]:
+def _launcher() -> Callable[..., Any]:
     """Return `_launch`, which torch's compiler leaves alone. Only here is the compiler imported, for two seconds."""
     return torch.compiler.disable(_launch, reason="it launches what cuDNN has compiled")
 
