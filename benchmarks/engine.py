@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -250,6 +251,7 @@ def main() -> None:
         rows.append(beside_transformers(llm, 32, 256, 256))
         print(json.dumps(rows[-1]), flush=True)
     report = {
+        "command": " ".join(["python", *sys.argv]),
         "model": options.model,
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -71,3 +71,15 @@ def test_a_model_with_kernels_in_bfloat16():
         first.token_ids[0] == other.token_ids[0] for first, other in zip(expected, outputs, strict=True)
     )
     assert same >= 18
+
+
+def test_graphs_serve_later_calls_where_nobody_trains():
+    model, questions = small_model("llama").cuda().bfloat16(), prompts(20)
+    llm = LLM(model, options=EngineOptions(memory=0.5), trains=False)
+    first = llm.generate(questions, temperature=0, max_tokens=24)
+    graphs = llm.engine._model._graphs
+    assert graphs is not None and graphs._captured
+    graphs._capture = None  # none is made any more
+    second = llm.generate(questions, temperature=0, max_tokens=24)
+    assert gaps(model, [*first, *second]) < 0.05
+    assert llm.engine.pool.hits > 0

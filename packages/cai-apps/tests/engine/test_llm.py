@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_toys import KINDS, WORDS, prompts, small_model, written
 
+from cai_apps.compose.pretrained import check_room
 from cai_apps.engine import LLM, BeamOptions, Engine, EngineOptions, Sampling
 from cai_apps.engine.schedule import Limits
 from cai_mesh.errors import CaiError, ConfigError
@@ -372,8 +373,13 @@ def test_requests_that_come_go_and_are_cancelled_leave_no_block(count, blocks):
     while asked < count or engine.requests:
         while asked < count and draw.random() < 0.6:
             prompt = beginning[: draw.randrange(30)] + draw.choices(range(1, WORDS), k=draw.randrange(1, 60))
-            sampling = Sampling(max_tokens=draw.randrange(1, 40), temperature=0, n=draw.choice((1, 1, 1, 3)))
-            engine.add(prompt, sampling, seed=asked, priority=draw.randrange(2))
+            sampling = Sampling(
+                max_tokens=draw.randrange(1, 40),
+                temperature=0,
+                n=draw.choice((1, 1, 1, 3)),
+                priority=draw.randrange(2),
+            )
+            engine.add(prompt, sampling, seed=asked)
             asked += 1
         ended += sum(chosen.request.ending is not None for chosen in engine.step())
         for number in list(engine.requests):
@@ -398,6 +404,31 @@ def test_a_module_that_trains_on_has_the_memory_of_the_cache():
     llm = LLM(small_model("llama"))
     llm.generate([[1, 2, 3]], temperature=0, max_tokens=2)
     assert all(rule._keys is None for rule in llm.engine._model._rules.values())
+
+
+def test_the_lowest_priority_is_computed_first():
+    llm, told = LLM(small_model("llama"), options=EngineOptions(requests=1)), []
+    samplings = [Sampling(temperature=0, max_tokens=3, priority=priority) for priority in (2, -1, 1)]
+    llm.generate(prompts(3), samplings, on_output=lambda number, _: told.append(number))
+    assert told == [1, 2, 0]
+
+
+def test_answers_are_told_as_soon_as_they_are_complete():
+    llm, lengths, told = LLM(small_model("llama")), [9, 2, 5], []
+    samplings = [Sampling(temperature=0, max_tokens=length) for length in lengths]
+    outputs = llm.generate(prompts(3), samplings, on_output=lambda *pair: told.append(pair))
+    assert [number for number, _ in told] == [1, 2, 0]
+    assert [output for _, output in sorted(told, key=lambda pair: pair[0])] == outputs
+    assert [len(output.token_ids) for output in outputs] == lengths
+
+
+def test_a_model_that_no_gpu_has_room_for_is_refused_before_it_is_read(tmp_path):
+    small_model("llama").save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    check_room(tmp_path, size)
+    with pytest.raises(ConfigError, match="larger than what is free") as raised:
+        check_room(tmp_path, size // 3)
+    assert "4 tensor ranks" in raised.value.fix
 
 
 def test_what_is_no_number_is_no_token():

@@ -33,6 +33,25 @@ def check_causal(directory: Path) -> None:
         )
 
 
+def check_room(directory: Path, room: int) -> None:
+    """Raise ConfigError where the weights of a directory are larger than a GPU has room for.
+
+    Args:
+        directory: a directory of Hugging Face with weights in safetensors.
+        room: bytes that are free on the GPU.
+    """
+    names = weight_files(directory, error=ConfigError).names
+    size = sum((directory / name).stat().st_size for name in names)
+    if size > room:
+        ranks = 1 << (-(-size // max(room, 1)) - 1).bit_length()
+        raise ConfigError(
+            f"the weights of {directory} are larger than what is free on the GPU",
+            got=f"{size / 2**30:.1f} GiB",
+            expected=f"at most {room / 2**30:.1f} GiB",
+            fix=f"take {ranks} tensor ranks, each on a GPU (LLM(model, ranks=...)), or --base nf4 of cai generate",
+        )
+
+
 def open_pretrained(directory: Path, device: torch.device | None = None) -> Any:
     """Return the model of a directory, in the dtype of its files and in evaluation.
 
@@ -41,11 +60,14 @@ def open_pretrained(directory: Path, device: torch.device | None = None) -> Any:
         device: the place of its weights; None: the host.
 
     Raises:
-        ConfigError, CheckpointError: as `check_causal`, or the directory lacks weights of its model.
+        ConfigError, CheckpointError: as `check_causal` and `check_room`, or the directory lacks weights of its model.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
     check_causal(directory)
+    if device is not None and device.type == "cuda":
+        check_room(directory, torch.cuda.mem_get_info(device)[0])
     try:
         opened: Any = AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True

@@ -58,7 +58,7 @@ class Engine:
         self._model = CachedModel(model, limits, blocks, longest, graphs=graphs)
         self._flight: Flight | None = None
 
-    def add(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, priority: int = 0) -> Request:
+    def add(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> Request:
         """Add a request and return it; those of `n` answers become as many when the prompt is computed.
 
         Raises:
@@ -74,7 +74,7 @@ class Engine:
                 expected=f"at most {room}: {self.pool.count} blocks of {self.pool.size} tokens",
                 fix="give the engine more memory, or lower max_tokens",
             )
-        request = Request(next(self._numbers), tuple(prompt), sampling, seed, priority)
+        request = Request(next(self._numbers), tuple(prompt), sampling, seed)
         self.requests[request.number] = request
         return request
 
@@ -147,7 +147,9 @@ class Engine:
             if not request.running and not request.is_paused and request.pending is None
         )
         count = max(1, self.limits.requests - len(running))
-        ordered = heapq.nsmallest(count, waiting, key=lambda request: (request.priority, request.number))
+        ordered = heapq.nsmallest(
+            count, waiting, key=lambda request: (request.sampling.priority, request.number)
+        )
         is_tight = self.pool.free < 2 * len(running) + self.limits.tokens // self.pool.size
         is_tight |= any(request.group is not None for request in running)
         return [request.demand(self.pool, is_tight=is_tight) for request in [*running, *ordered]]
@@ -267,7 +269,7 @@ class Engine:
     def _fork(self, request: Request, index: int) -> Request:
         """Return a request that goes on from where another one stands, with the same blocks."""
         other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
-        other.priority, other.running, other.computed = request.priority, request.running, request.computed
+        other.running, other.computed = request.running, request.computed
         other.blocks = array("i", request.blocks)
         self.pool.share(other.blocks)
         self.requests[other.number] = other

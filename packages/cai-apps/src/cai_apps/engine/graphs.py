@@ -6,6 +6,7 @@ and see no key. The tables of blocks have room for the longest request, so that 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,5 +101,6 @@ class DecodeGraphs:
                 logits = self._forward(rows)
         except RuntimeError as error:  # a part of the model waits for the GPU
             self.refusal = (str(error).splitlines() or [""])[0]
+            warnings.warn(f"no CUDA graph of this model, which is slower: {self.refusal}", stacklevel=2)
             return
         self._captured[size] = _Captured(graph, logits)

@@ -45,7 +45,6 @@ class Request:
         prompt: ids.
         sampling: options by which its tokens are chosen.
         seed: the seed of its noise.
-        priority: the lowest number goes first.
         index: its number among the `n` answers to its prompt.
 
     Attributes:
@@ -67,7 +66,6 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
-    priority: int = 0
     index: int = 0
     answer: list[int] = field(default_factory=list)
     pending: int | None = None
@@ -147,7 +145,7 @@ class Request:
         else:
             blocks = self.reusable(pool)
             computed, freed = len(blocks) * pool.size, sum(not pool.holders(block) for block in blocks)
-        numbers = {"priority": self.priority, "arrival": self.number}
+        numbers = {"priority": self.sampling.priority, "arrival": self.number}
         return Demand(self.number, self.length, computed, len(blocks), freed, self.running, copies, **numbers)
 
     def reusable(self, pool: BlockPool) -> list[int]:

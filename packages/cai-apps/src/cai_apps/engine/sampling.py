@@ -49,6 +49,7 @@ class Sampling:
         grammar: the grammar of the answer, in llguidance's form of Lark. One of these three may be set.
         n: answers to a prompt, each with noise of its own.
         seed: the seed of the noise; None: another one for each request.
+        priority: requests of the lowest number are computed first, and give up their blocks last.
         logprobs: so many likeliest tokens are told with each token's own log-probability; None: none is told.
         prompt_logprobs: the same for the tokens of the prompt.
     """
@@ -70,6 +71,7 @@ class Sampling:
     grammar: str | None = None
     n: int = 1
     seed: int | None = None
+    priority: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -120,6 +122,7 @@ _RANGES = (
     ("frequency_penalty", -1e4, 1e4),
     ("n", 1, 2**16),
     ("seed", 0, 2**63 - 1),
+    ("priority", -(2**31), 2**31),
     ("logprobs", 0, 2**10),
     ("prompt_logprobs", 0, 2**10),
 )

@@ -91,6 +91,14 @@ def test_a_file_of_prompts(home, tmp_path, capsys):
     assert [record["answer"] for record in printed] == [answers[0]["answer"], answers[2]["answer"]]
 
 
+def test_text_that_is_read_at_once_is_that_of_the_stream(home):
+    llm, questions = LLM(home), ["Hello there", "It is 5", "Ünïcode, 漢字 and \U0001f600"]
+    for seed, question in enumerate(questions):
+        options = {"max_tokens": 40, "seed": seed, "temperature": 1.5}
+        (output,) = llm.generate(question, **options)
+        assert "".join(piece.text for piece in llm.stream(question, **options)) == output.text
+
+
 def test_a_chat_remembers_until_it_begins_anew(home, capsys):
     writer, sampling = Writer.of(place_of(home)), Sampling(temperature=0, max_tokens=5)
     messages = converse(writer, sampling, system="Be kind.", lines=io.StringIO("Hi\n\nSo long\n/new\nbye\n"))

@@ -18,7 +18,7 @@ from cai_apps.compose.expert_adapters import let_adapters_compute
 from cai_apps.compose.lora import add_adapters, is_adapter, learned_modules, need_peft
 from cai_apps.compose.materialize import materialize
 from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory
-from cai_apps.compose.pretrained import check_causal, open_pretrained
+from cai_apps.compose.pretrained import check_causal, check_room, open_pretrained
 from cai_apps.compose.quantized_base import QuantizedBase, check_quantized, codes_of
 from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
 from cai_apps.config.sections import BaseKind, LoRA
@@ -314,6 +314,8 @@ def _model(place: Place, device: torch.device) -> Any:
     check_causal(directory)
     if place.base != "compute":
         return _quantized(place, place.base, adapter, device)
+    if device.type == "cuda":
+        check_room(directory, torch.cuda.mem_get_info(device)[0])
     model = open_pretrained(directory)
     if adapter is not None:
         _adapt(model, adapter, place)
