@@ -188,13 +188,16 @@ def test_logprobs_are_those_of_a_forward_over_all_tokens():
         assert all(entry.top == () for entry in output.prompt_logprobs)
 
 
-def test_logprobs_of_a_prompt_that_is_computed_again_are_told_once():
+@pytest.mark.parametrize("is_late", [False, True])
+def test_logprobs_of_a_prompt_that_is_computed_again_are_told_once(is_late):
+    """Blocks run out in the midst of the prompt, or while the first token is on its way to the host."""
     model, prompt = small_model("llama"), prompts(1, seed=5)[0]
-    assert len(prompt) > 14
     engine = tight(model).engine
     request = engine.add(prompt, Sampling(temperature=0, max_tokens=2, prompt_logprobs=0), seed=0)
     with engine.computing():
-        engine.step()
+        for _ in range(-(-len(prompt) // 7) if is_late else 1):
+            engine.step()
+        assert (request.pending is not None) == is_late
         engine._give_back(request)  # as where blocks run out
         while engine.requests:
             engine.step()

@@ -316,7 +316,7 @@ class Engine:
             self._flight = None
 
     def _give_back(self, request: Request) -> None:
-        if not request.answer:
+        if request.known == request.length == len(request.prompt):
             request.prompt_logprobs.clear()  # they come again with the prompt
         self.pool.give_back(request.blocks)
         request.blocks, request.computed, request.published, request.running = array("i"), 0, 0, False
