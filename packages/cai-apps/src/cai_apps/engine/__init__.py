@@ -1,8 +1,9 @@
 """Inference over the very modules that train: blocks of keys, a schedule, sampling, and `LLM`.
 
-`blocks` says who holds which block, `schedule` what is computed next, `step` what a forward sees of it. `forward` is the
-model over its cache, by itself or in `graphs`, where `linears` computes layers of one input together. `engine` runs one
-step after another, `sampling` chooses tokens, which a `flight` brings to the host, and `llm` is what people call.
+`blocks` says who holds which block, `schedule` what is computed next, `step` what a forward sees of it. `forward` is
+the model over its cache, by itself or in `graphs`, where `linears` computes layers of one input together. `engine`
+runs one step after another, `sampling` chooses tokens, which a `flight` brings to the host, and `llm` is what people
+call.
 """
 
 from __future__ import annotations
