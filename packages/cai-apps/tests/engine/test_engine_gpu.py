@@ -11,10 +11,7 @@ from engine_toys import KINDS, prompts, small_model
 from cai_apps.engine import LLM, EngineOptions
 from cai_kernels.swap import swap
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def gaps(model, outputs) -> float:
@@ -83,3 +80,30 @@ def test_graphs_serve_later_calls_where_nobody_trains():
     second = llm.generate(questions, temperature=0, max_tokens=24)
     assert gaps(model, [*first, *second]) < 0.05
     assert llm.engine.pool.hits > 0
+
+
+def test_a_module_that_trains_has_graphs_in_every_call():
+    """Its cache is freed after each, and its weights may be somewhere else."""
+    model, questions = small_model("llama").cuda(), prompts(20)
+    llm = LLM(model, options=EngineOptions(memory=0.5))
+    graphs = llm.engine._model._graphs
+    assert graphs is not None
+    for _ in range(3):
+        assert gaps(model, llm.generate(questions, temperature=0, max_tokens=24)) < 1e-3
+        assert graphs.refusal is None and not graphs._captured
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+
+
+def test_weights_that_moved_between_two_tokens_are_read_where_they_are():
+    model, (question,) = small_model("llama").cuda(), prompts(1, seed=5)
+    pieces = []
+    for piece in LLM(model, options=EngineOptions(memory=0.5)).stream(question, temperature=0, max_tokens=24):
+        pieces.append(piece.token_id)
+        for parameter in model.parameters():
+            old, parameter.data = parameter.data, parameter.data.clone()
+            old.fill_(torch.nan)
+    (output,) = LLM(model, options=EngineOptions(graphs=False)).generate(
+        question, temperature=0, max_tokens=24
+    )
+    assert pieces == list(output.token_ids)

@@ -212,6 +212,11 @@ def test_heads_too_wide_for_the_kernel_that_reads_blocks(kind, monkeypatch):
     assert_likeliest(model, LLM(model).generate(asked, temperature=0, max_tokens=8))
 
 
+def test_a_model_in_float64():
+    model, questions = small_model("llama").double(), prompts(3)
+    assert_likeliest(model, LLM(model).generate(questions, temperature=0, max_tokens=6))
+
+
 def test_tokens_are_drawn_with_the_models_probabilities():
     """Chi-square of 1,500 first tokens against the exact distribution of the filtered softmax."""
     model, prompt, count = small_model("llama"), prompts(1)[0], 1500

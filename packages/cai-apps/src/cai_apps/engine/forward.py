@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,6 +40,7 @@ class CachedModel:
         }
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SharedInputs(model)
+        self._addresses: tuple[int, ...] = ()
         self._graphs: DecodeGraphs | None = None
         if graphs and self.device.type == "cuda":
             most = blocks if longest is None else min(blocks, -(-longest // limits.block_size))
@@ -50,6 +52,8 @@ class CachedModel:
 
         Then each module is as it was, also after an error.
         """
+        if self._graphs is not None:
+            self._check_addresses(self._graphs)
         modes = [(module, module.training) for module in self._model.modules()]
         try:
             for module, _ in modes:
@@ -82,6 +86,14 @@ class CachedModel:
             rule.free()
         if self._graphs is not None:
             self._graphs.forget()
+
+    def _check_addresses(self, graphs: DecodeGraphs) -> None:
+        """Forget graphs where weights are somewhere else than when they were captured, as after an offload."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        if addresses != self._addresses:
+            graphs.forget()
+            self._addresses = addresses
 
     def _row_logits(self, rows: Rows) -> Tensor:
         with self._linears.together():

@@ -65,8 +65,11 @@ class DecodeGraphs:
         return captured.logits[0, :count]
 
     def forget(self) -> None:
-        """Forget all graphs, as where the cache that they read is freed."""
-        self._captured.clear()
+        """Forget all graphs, as where the cache or the weights that they read are somewhere else from now on."""
+        if self._captured:
+            torch.cuda.synchronize()  # one may be running
+            self._captured.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # that of no graph is not used again
 
     def _fill(self, rows: Rows, count: int, size: int) -> None:
         fixed = self._rows
@@ -90,16 +93,12 @@ class DecodeGraphs:
             fixed.lengths[:size],
             fixed.tables[:size],
         )
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._forward(rows)  # kernels are compiled, and libraries choose theirs
-        torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
+            self._forward(rows)  # kernels are compiled, and libraries choose theirs
             with torch.cuda.graph(graph, pool=self._pool):
                 logits = self._forward(rows)
-        except RuntimeError as error:  # a part of the model waits for the GPU
+        except RuntimeError as error:  # a part of the model waits for the GPU, or needs the step on the host
             self.refusal = (str(error).splitlines() or [""])[0]
             warnings.warn(f"no CUDA graph of this model, which is slower: {self.refusal}", stacklevel=2)
             return

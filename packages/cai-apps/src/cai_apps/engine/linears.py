@@ -58,29 +58,35 @@ class _Group:
 
 
 class SharedInputs:
-    """The plain linear layers of a model on a GPU, grouped by their inputs.
+    """The plain linear layers of a model, grouped by their inputs.
 
     Args:
         model: the model; its layers are as they were outside `together`.
     """
 
     def __init__(self, model: nn.Module):
-        self._layers = [module for module in model.modules() if _is_plain(module)]
-        self._groups: list[_Group] | None = None
+        self._model = model
+        self._layers: list[nn.Linear] = []
+        self._groups: list[_Group] = []
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, forwards of one token a request compute layers of one input together; the first finds those."""
-        if self._groups is None:
+        """Inside, forwards of one token a request compute layers of one input together.
+
+        The first finds those, and again the first after other layers have become plain ones, or no longer are.
+        """
+        layers = [module for module in self._model.modules() if _is_plain(module)]
+        if layers != self._layers:
+            self._layers, self._groups = [], []
             groups: list[_Group] = []
-            with self._replaced({layer: _recorder(layer, groups) for layer in self._layers}):
+            with _replaced({layer: _recorder(layer, groups) for layer in layers}):
                 yield
             for group in groups:
                 group.forget()
-            self._groups = groups
+            self._layers, self._groups = layers, groups
             return
         try:
-            with self._replaced(
+            with _replaced(
                 {layer: _member(layer, group) for group in self._groups for layer in group.layers}
             ):
                 yield
@@ -88,15 +94,17 @@ class SharedInputs:
             for group in self._groups:
                 group.forget()
 
-    @contextlib.contextmanager
-    def _replaced(self, forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-        try:
-            for layer, forward in forwards.items():
-                layer.forward = forward  # type: ignore[method-assign]
-            yield
-        finally:
-            for layer in forwards:
-                layer.__dict__.pop("forward", None)
+
+@contextlib.contextmanager
+def _replaced(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, layers without a forward of their own compute by others."""
+    try:
+        for layer, forward in forwards.items():
+            layer.forward = forward  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer in forwards:
+            layer.__dict__.pop("forward", None)
 
 
 def _recorder(layer: nn.Linear, groups: list[_Group]) -> Callable[[Tensor], Tensor]:
@@ -124,4 +132,4 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     weight = module.weight
     is_plain = type(weight) in (nn.Parameter, Tensor)
-    return is_plain and weight.is_cuda and weight.dtype in DTYPES and weight.is_contiguous()
+    return is_plain and weight.dtype in DTYPES and weight.is_contiguous()

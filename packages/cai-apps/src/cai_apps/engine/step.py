@@ -12,13 +12,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cai_kernels import paged_append_, paged_attention
+from cai_kernels import Backend, paged_append_, paged_attention
 from cai_mesh.protocols import AttentionCall, AttentionRule
 
 PAGED_WIDTH = 256
@@ -192,9 +192,12 @@ class CachedAttention:
         """[1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
         (keys, values), rows, step = self._caches(key, value), self.rows, self.step
         assert rows is not None
-        paged_append_(keys, values, key[0].transpose(0, 1), value[0].transpose(0, 1), rows.slots)
-        if max(keys.shape[3], values.shape[3]) > PAGED_WIDTH:
-            assert step is not None
+        new = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        paged_append_(keys, values, *new, rows.slots, backend=_backend(keys))
+        width = max(keys.shape[3], values.shape[3])
+        if width > PAGED_WIDTH and step is None:
+            raise RuntimeError(f"no kernel reads blocks of heads of {width} numbers")
+        if width > PAGED_WIDTH and step is not None:
             return self._gathered(query, call, step)
         if step is None or step.is_decode:
             return self._paged(query, call, rows)
@@ -206,7 +209,13 @@ class CachedAttention:
     def _paged(self, query: Tensor, call: AttentionCall, rows: Rows) -> Tensor:
         """Attend with one query of each request, to its blocks where they are."""
         caches = self._keys, self._values
-        scores = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "sinks": call.sinks}
+        scores: dict[str, Any] = {
+            "scale": call.scale,
+            "window": call.window,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+        }
+        scores |= {"backend": _backend(query)}
         out = paged_attention(query[0].transpose(0, 1), *caches, rows.tables, rows.lengths, **scores)  # type: ignore[arg-type]
         return out.transpose(0, 1)[None]
 
@@ -236,3 +245,8 @@ class CachedAttention:
                 rows.new_empty(*self._shape, rows.shape[1], rows.shape[3]) for rows in (key, value)
             )
         return self._keys, self._values
+
+
+def _backend(tensor: Tensor) -> Backend:
+    """Return the backend of kernels: Triton's have no float64."""
+    return "reference" if tensor.dtype == torch.float64 else "auto"

@@ -231,7 +231,6 @@ class Writer:
             samplings: options of each.
             on_answer: is called with the number of a prompt and its answer as soon as that is complete.
         """
-
         tell = on_answer or (lambda number, answer: None)
         if self.llm is not None:
             outputs = self.llm.generate(

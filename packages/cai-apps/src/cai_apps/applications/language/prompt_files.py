@@ -24,8 +24,6 @@ WRITTEN = {"answer", "ending"}
 """Keys that a line of answers has beside those of its record."""
 AT_ONCE = 4096
 """Prompts that are given to the engine before the next ones are."""
-
-
 TOLD = 10.0
 """Seconds from one count on stderr to the next."""
 
