@@ -379,7 +379,7 @@ def test_requests_that_come_go_and_are_cancelled_leave_no_block(count, blocks):
     beginning = draw.choices(range(1, WORDS), k=30)
     asked = ended = 0
     while asked < count or engine.requests:
-        while asked < count and draw.random() < 0.6:
+        while asked < count and len(engine.requests) < 200 and draw.random() < 0.6:
             prompt = beginning[: draw.randrange(30)] + draw.choices(range(1, WORDS), k=draw.randrange(1, 60))
             sampling = Sampling(
                 max_tokens=draw.randrange(1, 40),
@@ -390,9 +390,8 @@ def test_requests_that_come_go_and_are_cancelled_leave_no_block(count, blocks):
             engine.add(prompt, sampling, seed=asked)
             asked += 1
         ended += sum(chosen.request.ending is not None for chosen in engine.step())
-        for number in list(engine.requests):
-            if draw.random() < 0.001:
-                engine.cancel(number)
+        if engine.requests and draw.random() < 0.05:  # any of them, whatever it does
+            engine.cancel(draw.choice(list(engine.requests)))
     assert ended > count / 2 and (engine.pool.hits > 0 or blocks < 90)
     assert engine.pool.free == engine.pool.count
     assert not any(engine.pool.holders(block) for block in range(engine.pool.count))

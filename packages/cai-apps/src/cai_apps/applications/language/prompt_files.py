@@ -22,8 +22,8 @@ PROMPT_KEYS = ("prompt", "text")
 """Keys of a record whose value is a text to go on with."""
 WRITTEN = {"answer", "ending"}
 """Keys that a line of answers has beside those of its record."""
-AT_ONCE = 4096
-"""Prompts that are given to the engine before the next ones are."""
+AT_ONCE = 1024
+"""Prompts that are given to the engine before the next ones are: each step looks at all of them."""
 TOLD = 10.0
 """Seconds from one count on stderr to the next."""
 
