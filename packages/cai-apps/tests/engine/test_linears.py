@@ -11,7 +11,7 @@ from cai_apps.engine import linears
 from cai_apps.engine.graphs import DecodeGraphs
 from cai_apps.engine.linears import SharedInputs
 from cai_apps.engine.schedule import Limits
-from cai_apps.engine.step import CachedAttention, Rows
+from cai_apps.engine.step import CachedAttention, Rows, Slab
 from cai_mesh.protocols import AttentionCall
 
 
@@ -79,9 +79,9 @@ def test_a_forward_that_goes_another_way_is_right():
 
 
 def test_a_graph_of_heads_that_no_kernel_reads_is_refused():
-    rule = CachedAttention(2, 4, None)  # type: ignore[arg-type]
+    rule = CachedAttention(Slab(2, 4), 0, None)  # type: ignore[arg-type]
     one = torch.zeros(1, dtype=torch.int64)
-    rule.rows = Rows(one[None], one[None], one, one.int() + 1, one[None].int())
+    rule.rows = Rows(one[None], one[None], one.int() + 1, (one,), (one[None].int(),))
     heads = torch.zeros(1, 1, 1, 320)
     with pytest.raises(RuntimeError, match="heads of 320"):
         rule(heads, heads, heads, AttentionCall(scale=1.0, causal=True))

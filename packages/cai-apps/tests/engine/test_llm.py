@@ -16,10 +16,11 @@ from cai_mesh.errors import CaiError, ConfigError
 TIGHT = EngineOptions(block_size=4, batch_tokens=7, requests=5)
 
 
-def tight(model, blocks: int = 24) -> LLM:
+def tight(model, tokens: int = 96) -> LLM:
     """An engine whose blocks do not suffice, so that requests give theirs back, and with prompts in chunks of 7."""
     llm = LLM(model, options=TIGHT)
-    llm.engine = Engine(model, llm.engine.limits, blocks, llm.engine.ends)
+    limits = llm.engine.limits
+    llm.engine = Engine(model, limits, limits.blocks_of(tokens), llm.engine.ends, layout=llm.engine.layout)
     return llm
 
 
@@ -162,7 +163,7 @@ def test_a_seeded_request_is_the_same_alone_and_among_others():
 def test_n_answers_share_a_prompt_and_are_those_of_their_own_seeds():
     model, prompt = small_model("llama"), prompts(1)[0]
     options = {"temperature": 1.0, "max_tokens": 10}
-    for llm in (LLM(model), tight(model, blocks=40)):
+    for llm in (LLM(model), tight(model, tokens=160)):
         (output,) = llm.generate([prompt], n=4, seed=20, **options)
         alone = [llm.generate([prompt], seed=20 + number, **options)[0].token_ids for number in range(4)]
         assert [answer.token_ids for answer in output.answers] == alone
@@ -256,7 +257,7 @@ def test_beam_search_is_that_of_transformers(options):
     plain = [written(model, prompt, 10, num_beams=3) for prompt in asked]
     ends = [plain[0][4], plain[1][6], plain[3][3]]  # so that some answers end before others
     model.generation_config.eos_token_id = ends
-    for llm in (LLM(model), tight(model, blocks=70)):
+    for llm in (LLM(model), tight(model, tokens=280)):
         outputs = llm.beam_search(asked, BeamOptions(width=3, max_tokens=10, **options), count=2)
         for prompt, output in zip(asked, outputs, strict=True):
             ids = torch.tensor([prompt])
@@ -300,7 +301,7 @@ def test_tokens_stream_and_who_stops_listening_cancels_the_rest():
 
 def test_streams_of_one_engine_do_not_disturb_each_other():
     model, asked = small_model("llama"), prompts(3)
-    llm = tight(model, blocks=60)
+    llm = tight(model, tokens=240)
     expected = [written(model, prompt, 6) for prompt in asked]
     first, second = (llm.stream([prompt], temperature=0, max_tokens=6) for prompt in asked[:2])
     pieces = [next(first), next(second)]
@@ -361,21 +362,28 @@ class Guesses(Engine):
         self._model.logits = self._guess
 
     def _guess(self, step, rows):
-        slots = step.rows.slots.tolist()
-        assert len(slots) == sum(len(part.ids) for part in step.parts)
+        slots = [slot for group in step.rows.slots for slot in group.tolist()]
+        assert len(slots) == len(step.rows.slots) * sum(len(part.ids) for part in step.parts)
         assert len(set(slots)) == len(slots)  # no two tokens are written to one place
         return torch.rand(max(1, len(rows)), WORDS)
 
 
 @pytest.mark.parametrize(
-    "count, blocks", [(400, 90), (200, 32), pytest.param(24_000, 90, marks=pytest.mark.matrix)]
+    "kind, count, blocks",
+    [
+        ("llama", 400, 90),
+        ("llama", 200, 32),
+        ("gemma3_text", 400, 110),
+        *(pytest.param(kind, 24_000, 120, marks=pytest.mark.matrix) for kind in ("llama", "gemma3_text")),
+    ],
 )
-def test_requests_that_come_go_and_are_cancelled_leave_no_block(count, blocks):
+def test_requests_that_come_go_and_are_cancelled_leave_no_block(kind, count, blocks):
     """Cancelled while they wait, in the midst of a prompt, while they write; with `n` answers and prompts alike."""
     import random
 
     draw = random.Random(count)
-    engine = Guesses(small_model("llama"), Limits(tokens=64, requests=24, block_size=4), blocks)
+    layout = LLM(small_model(kind)).engine.layout
+    engine = Guesses(small_model(kind), Limits(tokens=64, requests=24, block_size=4), blocks, layout=layout)
     beginning = draw.choices(range(1, WORDS), k=30)
     asked = ended = 0
     while asked < count or engine.requests:
@@ -410,7 +418,7 @@ def test_beams_of_many_prompts_never_wait_for_each_other_for_ever(most):
 def test_a_module_that_trains_on_has_the_memory_of_the_cache():
     llm = LLM(small_model("llama"))
     llm.generate([[1, 2, 3]], temperature=0, max_tokens=2)
-    assert all(rule._keys is None for rule in llm.engine._model._rules.values())
+    assert all(slab._caches is None for slab in llm.engine._model._slabs)
 
 
 def test_the_lowest_priority_is_computed_first():

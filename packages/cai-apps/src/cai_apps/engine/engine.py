@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from cai_apps.engine.blocks import BlockPool
+from cai_apps.engine.blocks import BlockPool, BlockTable
 from cai_apps.engine.flight import Chosen, Flight, check_numbers
 from cai_apps.engine.forward import CachedModel
+from cai_apps.engine.layout import CacheLayout
+from cai_apps.engine.ranks import Logits
 from cai_apps.engine.request import BeamGroup, Ending, Request
 from cai_apps.engine.sampling import Draw, Sampling, choose_tokens, logprobs_of
 from cai_apps.engine.schedule import Demand, Limits, Schedule, schedule
@@ -35,8 +37,12 @@ class Engine:
         ends: ids at which an answer ends.
         longest: tokens of the longest request; None: as many as all blocks have.
         graphs: whether forwards of one token a request are CUDA graphs, on a GPU.
+        forward: the model's forward to logits, on ranks that have it together; None: the model's own.
+        layout: the groups of its layers; None: all have the same blocks.
 
     Attributes:
+        limits: the size of a forward, with the windows of the layout.
+        layout: as given.
         pool: the blocks.
         requests: those that have not ended, by number.
     """
@@ -50,12 +56,18 @@ class Engine:
         *,
         longest: int | None = None,
         graphs: bool = False,
+        forward: Logits | None = None,
+        layout: CacheLayout | None = None,
     ):
-        self.limits, self.ends = limits, frozenset(ends)
+        windows = (None,) if layout is None else layout.windows
+        self.limits, self.ends = replace(limits, windows=windows), frozenset(ends)
+        self.layout = layout
         self.pool = BlockPool(blocks, limits.block_size)
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()
-        self._model = CachedModel(model, limits, blocks, longest, graphs=graphs)
+        self._model = CachedModel(
+            model, self.limits, blocks, longest, graphs=graphs, forward=forward, layout=layout
+        )
         self._flight: Flight | None = None
 
     def add(self, prompt: Sequence[int], sampling: Sampling, *, seed: int) -> Request:
@@ -64,14 +76,14 @@ class Engine:
         Raises:
             ConfigError: the prompt is empty, or prompt and answer have more tokens than all blocks.
         """
-        room = self.pool.count * self.pool.size
         if not prompt:
             raise ConfigError("the prompt is empty", expected="one token at least")
-        if len(prompt) + sampling.max_tokens > room:
+        blocks = self.limits.blocks_of(len(prompt) + sampling.max_tokens)
+        if blocks > self.pool.count:
             raise ConfigError(
                 "a prompt and its answer are longer than the cache",
-                got=f"{len(prompt)} + {sampling.max_tokens} tokens",
-                expected=f"at most {room}: {self.pool.count} blocks of {self.pool.size} tokens",
+                got=f"{len(prompt)} + {sampling.max_tokens} tokens, which take {blocks} blocks",
+                expected=f"at most {self.pool.count} blocks of {self.pool.size} tokens",
                 fix="give the engine more memory, or lower max_tokens",
             )
         request = Request(next(self._numbers), tuple(prompt), sampling, seed)
@@ -108,10 +120,9 @@ class Engine:
 
     def _launch(self) -> Flight | None:
         """Compute what the schedule says; return the tokens that it chose, if any."""
-        demands = self._demands()
-        if not demands:
+        plan = self._schedule()
+        if plan is None:
             return None
-        plan = schedule(demands, self.pool.free, self.limits)
         step = self._begin(plan)
         if not plan.chunks:  # blocks that several requests held are free now
             return None
@@ -137,8 +148,8 @@ class Engine:
                 chosen.append(Chosen(request, token, logprob))
         return chosen
 
-    def _demands(self) -> list[Demand]:
-        """Return what the schedule sees: all that go on, and so many that wait as could be admitted."""
+    def _schedule(self) -> Schedule | None:
+        """Return what is computed next; None where nothing goes on."""
         requests = [request for request in self.requests.values() if not request.is_full]
         running = [request for request in requests if request.running]
         waiting = (
@@ -150,40 +161,40 @@ class Engine:
         ordered = heapq.nsmallest(
             count, waiting, key=lambda request: (request.sampling.priority, request.number)
         )
-        is_tight = self.pool.free < 2 * len(running) + self.limits.tokens // self.pool.size
+        if not running and not ordered:
+            return None
+        for request in running:
+            request.blocks.pass_by(self.pool, request.computed)
+        groups = len(self.limits.windows)
+        is_tight = self.pool.free < groups * (2 * len(running) + self.limits.tokens // self.pool.size)
         is_tight |= any(request.group is not None for request in running)
-        return [request.demand(self.pool, is_tight=is_tight) for request in [*running, *ordered]]
+
+        def demands(some: Sequence[Request]) -> Iterator[Demand]:
+            for request in some:
+                yield request.demand(self.pool, self.limits, is_tight=is_tight)
+
+        return schedule(list(demands(running)), demands(ordered), self.pool.free, self.limits)
 
     def _begin(self, plan: Schedule) -> Step:
         """Move blocks as a schedule says, and return the step that it describes."""
         for number in plan.preempted:
             self._give_back(self.requests[number])
         for request in (self.requests[number] for number in plan.admitted):
-            request.blocks, request.running = array("i", request.reusable(self.pool)), True
-            self.pool.share(request.blocks)  # before any block is taken, so that none of these is
+            request.blocks, request.running = request.reusable(self.pool, self.limits), True
+            self.pool.share(request.blocks.held())  # before any block is taken, so that none of these is
             request.computed = len(request.blocks) * self.pool.size
             self.pool.hits += request.computed
         copies, parts = [], []
         for chunk in plan.chunks:
             request, end = self.requests[chunk.number], chunk.start + chunk.tokens
-            copies += self._copied(request, chunk.start)
-            while len(request.blocks) * self.pool.size < end:
-                request.blocks.append(self.pool.take())
-            parts.append(Part(request.ids(chunk.start, end), chunk.start, request.blocks))
+            if chunk.start % self.pool.size:
+                copies += request.blocks.own(self.pool, chunk.start // self.pool.size)
+            request.blocks.grow(self.pool, -(-end // self.pool.size))
+            parts.append(Part(request.ids(chunk.start, end), chunk.start, request.blocks.columns))
         if copies:
             self._model.copy(copies)
         before = None if self._flight is None else self._flight.tokens
         return Step(parts, self.pool.size, self._model.device, before)
-
-    def _copied(self, request: Request, start: int) -> list[tuple[int, int]]:
-        """Take a block in place of one that others hold too and that is written next; return the copy to make."""
-        number = start // self.pool.size
-        if start % self.pool.size == 0 or self.pool.holders(request.blocks[number]) == 1:
-            return []
-        shared, block = request.blocks[number], self.pool.take()
-        self.pool.give_back([shared])
-        request.blocks[number] = block
-        return [(shared, block)]
 
     def _rows(self, plan: Schedule) -> list[tuple[int, Request, int]]:
         """Return the rows whose logits are wanted: the row, its request and the position of the token it predicts."""
@@ -203,9 +214,8 @@ class Engine:
         count = min(request.computed, request.known) // self.pool.size
         if count <= request.published:
             return
-        digests = request.digests(count, self.pool.size)
-        for number in range(request.published, count):
-            self.pool.publish(request.blocks[number], digests[number])
+        digests = request.digests(count, self.pool.size)[request.published :]
+        request.blocks.publish(self.pool, request.published, digests)
         request.published = count
 
     def _choose(self, logits: Tensor, rows: Sequence[tuple[int, Request, int]]) -> Flight | None:
@@ -270,8 +280,7 @@ class Engine:
         """Return a request that goes on from where another one stands, with the same blocks."""
         other = Request(next(self._numbers), request.prompt, request.sampling, request.seed + index)
         other.running, other.computed = request.running, request.computed
-        other.blocks = array("i", request.blocks)
-        self.pool.share(other.blocks)
+        other.blocks = request.blocks.fork(self.pool)
         self.requests[other.number] = other
         return other
 
@@ -293,7 +302,9 @@ class Engine:
         request.answer.append(token)
         self._publish(request)
         is_complete = request.matcher is not None and request.matcher.add(token)
-        if (
+        if is_complete and request.fault:
+            self.end(request, "failed")
+        elif (
             is_complete
             or token in sampling.stop_token_ids
             or (token in self.ends and not sampling.ignore_eos)
@@ -318,5 +329,6 @@ class Engine:
     def _give_back(self, request: Request) -> None:
         if request.known == request.length == len(request.prompt):
             request.prompt_logprobs.clear()  # they come again with the prompt
-        self.pool.give_back(request.blocks)
-        request.blocks, request.computed, request.published, request.running = array("i"), 0, 0, False
+        request.blocks.give_back(self.pool)
+        request.blocks = BlockTable(self.limits.windows)
+        request.computed, request.published, request.running = 0, 0, False

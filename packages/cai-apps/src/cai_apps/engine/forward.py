@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from cai_apps.compose.documents import document_rule
 from cai_apps.engine.graphs import DecodeGraphs
+from cai_apps.engine.layout import CacheLayout, one_group
 from cai_apps.engine.linears import SharedInputs
+from cai_apps.engine.ranks import Logits
 from cai_apps.engine.schedule import Limits
-from cai_apps.engine.step import CachedAttention, Rows, Step
+from cai_apps.engine.step import CachedAttention, Rows, Slab, Step
 from cai_mesh.attention import attention_layers, attention_replaced
 
 
@@ -27,16 +29,31 @@ class CachedModel:
         blocks: blocks of the cache.
         longest: tokens of the longest request; None: as many as all blocks have.
         graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU.
+        forward: the model's forward to logits, on ranks that have it together; None: the model's own.
+        layout: the groups of its layers; None: all have the same blocks.
 
     Attributes:
         device: the model's.
     """
 
-    def __init__(self, model: nn.Module, limits: Limits, blocks: int, longest: int | None, *, graphs: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: Limits,
+        blocks: int,
+        longest: int | None,
+        *,
+        graphs: bool,
+        forward: Logits | None = None,
+        layout: CacheLayout | None = None,
+    ):
         self._model, self.device = model, next(model.parameters()).device
+        self._forward = forward or (lambda inputs: model(**inputs).logits)
+        layout = layout or one_group([name for name, _ in attention_layers(model)])
+        self._slabs = [Slab(blocks, limits.block_size) for _ in range(layout.layers)]
         self._rules = {
-            name: CachedAttention(blocks, limits.block_size, document_rule)
-            for name, _ in attention_layers(model)
+            name: CachedAttention(self._slabs[number], group, document_rule)
+            for name, (group, number) in layout.places.items()
         }
         self._keeps_some = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SharedInputs(model)
@@ -44,7 +61,9 @@ class CachedModel:
         self._graphs: DecodeGraphs | None = None
         if graphs and self.device.type == "cuda":
             most = blocks if longest is None else min(blocks, -(-longest // limits.block_size))
-            self._graphs = DecodeGraphs(self._row_logits, limits.requests, most, self.device)
+            self._graphs = DecodeGraphs(
+                self._row_logits, limits.requests, most, len(layout.windows), self.device
+            )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -77,13 +96,15 @@ class CachedModel:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of all layers, of which each pair names one and where it goes."""
-        for rule in self._rules.values():
-            rule.copy(pairs)
+        for slab in self._slabs:
+            slab.copy(pairs)
 
     def free(self) -> None:
         """Free the memory of the cache; the next forward takes it again."""
+        for slab in self._slabs:
+            slab.free()
         for rule in self._rules.values():
-            rule.free()
+            rule.rows = rule.step = None
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -102,5 +123,4 @@ class CachedModel:
     def _run(self, rows: Rows, step: Step | None, **keep: Tensor) -> Tensor:
         for rule in self._rules.values():
             rule.rows, rule.step = rows, step
-        inputs = {"input_ids": rows.ids, "position_ids": rows.places}
-        return self._model(**inputs, use_cache=False, **keep).logits
+        return self._forward({"input_ids": rows.ids, "position_ids": rows.places, "use_cache": False, **keep})

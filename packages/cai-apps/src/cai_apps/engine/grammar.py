@@ -41,11 +41,14 @@ class Matcher:
         return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask[: self._words]
 
     def add(self, token: int) -> bool:
-        """Add the token that was chosen; return whether the form is complete, so that none may follow."""
+        """Add the token that was chosen; return whether none may follow, as the form is complete or given up."""
         self._state.consume_token(token)
-        if self._state.is_error():
-            raise ConfigError("llguidance gave up on the form of an answer", cause=self._state.get_error())
-        return bool(self._state.is_stopped())
+        return bool(self._state.is_stopped() or self._state.is_error())
+
+    @property
+    def fault(self) -> str:
+        """The reason for which llguidance gave up on the form, as where it is too large; empty: it did not."""
+        return self._state.get_error().splitlines()[0] if self._state.is_error() else ""
 
     def copy(self) -> Matcher:
         """Return another one that stands there, too."""

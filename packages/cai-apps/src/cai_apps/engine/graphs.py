@@ -31,30 +31,33 @@ class DecodeGraphs:
     Args:
         forward: computes logits [1, R, V] of rows.
         requests: the most rows of a batch.
-        most: the most blocks of a request.
+        most: the most blocks of a request in a group of layers.
+        groups: groups of layers.
         device: the model's, a GPU.
 
     Attributes:
         refusal: the reason that forwards of this model cannot be captured; None: they can, as far as is known.
     """
 
-    def __init__(self, forward: Callable[[Rows], Tensor], requests: int, most: int, device: torch.device):
+    def __init__(
+        self, forward: Callable[[Rows], Tensor], requests: int, most: int, groups: int, device: torch.device
+    ):
         self._forward, self.refusal = forward, None
         rows = next((size for size in SIZES if size >= requests), requests)
         self._rows = Rows(
             torch.zeros(1, rows, dtype=torch.int64, device=device),
             torch.zeros(1, rows, dtype=torch.int64, device=device),
-            torch.full((rows,), -1, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.zeros(rows, most, dtype=torch.int32, device=device),
+            tuple(torch.full((rows,), -1, dtype=torch.int64, device=device) for _ in range(groups)),
+            tuple(torch.zeros(rows, most, dtype=torch.int32, device=device) for _ in range(groups)),
         )
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def logits(self, rows: Rows) -> Tensor | None:
         """Return logits [R, V], which the next call writes over; None where forwards cannot be captured."""
-        count = len(rows.slots)
-        size = next((size for size in SIZES if size >= count), self._rows.slots.numel())
+        count = len(rows.lengths)
+        size = next((size for size in SIZES if size >= count), self._rows.lengths.numel())
         if self.refusal is None and size not in self._captured:
             self._capture(size)
         if self.refusal is not None:
@@ -75,23 +78,26 @@ class DecodeGraphs:
         fixed = self._rows
         fixed.ids[:, :count] = rows.ids
         fixed.places[:, :count] = rows.places
-        fixed.slots[:count] = rows.slots
         fixed.lengths[:count] = rows.lengths
-        fixed.tables[:count, : rows.tables.shape[1]] = rows.tables
-        if count < size:
-            fixed.slots[count:size] = -1
-            fixed.lengths[count:size] = 0
+        fixed.lengths[count:size] = 0
+        for slots, tables, new_slots, new_tables in zip(
+            fixed.slots, fixed.tables, rows.slots, rows.tables, strict=True
+        ):
+            slots[:count] = new_slots
+            slots[count:size] = -1
+            tables[:count, : new_tables.shape[1]] = new_tables
 
     def _capture(self, size: int) -> None:
         fixed = self._rows
-        fixed.slots[:size] = -1
+        for slots in fixed.slots:
+            slots[:size] = -1
         fixed.lengths[:size] = 0
         rows = Rows(
             fixed.ids[:, :size],
             fixed.places[:, :size],
-            fixed.slots[:size],
             fixed.lengths[:size],
-            fixed.tables[:size],
+            tuple(slots[:size] for slots in fixed.slots),
+            tuple(tables[:size] for tables in fixed.tables),
         )
         graph = torch.cuda.CUDAGraph()
         try:

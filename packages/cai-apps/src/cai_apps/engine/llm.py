@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -21,19 +20,20 @@ from cai_apps.data.chat.messages import read_conversation
 from cai_apps.data.chat.render import Renderer
 from cai_apps.data.chat.template import load_template
 from cai_apps.data.tokenizer import load_tokenizer, prompt_ids
+from cai_apps.engine.answers import Answers, check_form
 from cai_apps.engine.beam import BeamOptions, BeamSearch
 from cai_apps.engine.engine import Engine
-from cai_apps.engine.grammar import Grammars
+from cai_apps.engine.intake import Intake
 from cai_apps.engine.output import Answer, Output, Piece
-from cai_apps.engine.request import BeamGroup, Request
-from cai_apps.engine.room import EngineOptions, block_count
+from cai_apps.engine.ranks import Ranks, has_stages
+from cai_apps.engine.request import BeamGroup
+from cai_apps.engine.room import EngineOptions, plan_cache, positions
 from cai_apps.engine.sampling import Sampling
-from cai_apps.engine.schedule import Limits
 from cai_apps.engine.text import AnswerText
 from cai_kernels import swap
-from cai_mesh.comm import all_gather_object
-from cai_mesh.errors import ConfigError, PlanError
-from cai_zero import sharding_of
+from cai_mesh.comm import AnyMesh
+from cai_mesh.errors import ConfigError
+from cai_zero import unsharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,14 +60,15 @@ class LLM:
         options: the size of the engine.
         trains: whether the weights may change between calls; None: those of a module may. Where they do not, a GPU
             keeps the cache and what was captured, and the module's parts run kernels (`cai_kernels.swap`).
-        ranks: ranks that compute the model together, as tensor ranks and those of ZeRO-3 do: they are given the same
-            prompts in the same order and return the same answers. None: this process has the model alone, as a data
-            rank of ZeRO 0 to 2 does.
+        ranks: ranks that compute the model together: a group of tensor ranks, or a mesh whose axes are those of
+            tensor ranks and pipeline stages. They are given the same prompts in the same order and return the same
+            answers. None: this process computes the model alone, as a data rank does. Data ranks of ZeRO-3 make an
+            `LLM` and call it at the same time, each with its own prompts: weights are gathered once a call.
 
     Raises:
         ConfigError: there is no such directory, or no room, or a model of this kind cannot go on from keys in a cache.
         CheckpointError: the directory lacks weights.
-        PlanError: the model's attention cannot be exchanged.
+        PlanError: the model's attention cannot be exchanged, or a GPU has no room for the weights of ZeRO-3.
     """
 
     def __init__(
@@ -77,39 +78,36 @@ class LLM:
         *,
         options: EngineOptions = EngineOptions(),
         trains: bool | None = None,
-        ranks: dist.ProcessGroup | None = None,
+        ranks: dist.ProcessGroup | AnyMesh | None = None,
     ):
-        self._ranks = ranks
+        self._ranks = Ranks(ranks)
         self._is_live = isinstance(model, nn.Module) if trains is None else trains
         if not isinstance(model, nn.Module):
             tokenizer = model if tokenizer is None else tokenizer
             model = open_pretrained(
                 pretrained_directory(str(model)), torch.device("cuda" if torch.cuda.is_available() else "cpu")
             )
-        if ranks is None and _is_divided(model):
-            raise ConfigError(
-                "ZeRO-3 divides the weights of this model over ranks, which can only compute it together",
-                fix="LLM(model, ranks=GROUP) on all of them, with the same prompts; or train in stage 2",
-            )
         self.model = model
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         check_kind(model)
         if not self._is_live and next(model.parameters()).is_cuda:
             swap(model, kinds=KERNELS)
-        longest = getattr(model.config, "max_position_embeddings", None)
-        self.longest = longest if isinstance(longest, int) and longest > 0 else None
-        self._words = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        blocks = min(all_gather_object(block_count(model, options, self.longest), ranks))
-        limits = Limits(options.batch_tokens, options.requests, options.block_size)
+        self.longest = positions(model)
+        words: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator,assignment]
+        forward = self._ranks.forward_of(model)
+        with unsharded(model):
+            layout, limits, blocks = plan_cache(model, options, self.longest, self._ranks, forward)
         self.engine = Engine(
             model,
             limits,
             blocks,
             _ends(model, self.tokenizer),
             longest=self.longest,
-            graphs=options.graphs and ranks is None,
+            graphs=options.graphs and not has_stages(model),
+            forward=forward,
+            layout=layout,
         )
-        self._grammars = Grammars(self.tokenizer, self._words, self.engine.ends)
+        self.intake = Intake(self.tokenizer, words, self.longest, sorted(self.engine.ends), self._ranks)
 
     def generate(
         self,
@@ -130,14 +128,20 @@ class LLM:
         Raises:
             ConfigError: a prompt is empty, too long, or has ids that the model does not know.
         """
-        requests = self._ask(self._many(prompts), sampling, changes)
+        many = self._many(prompts)
+        answers = self._ask(many, sampling, changes)
         outputs: dict[int, Output] = {}
-        with self.engine.computing():
-            for number, output in self._completed(requests):
-                outputs[number] = output
-                if on_output is not None:
-                    on_output(number, output)
-        return [outputs[number] for number in range(len(requests))]
+        try:
+            with unsharded(self.model), self.engine.computing():
+                while answers.going:
+                    answers.step()
+                    for number, request in answers.ended():
+                        outputs[number] = answers.output(request)
+                        if on_output is not None:
+                            on_output(number, outputs[number])
+        finally:
+            self._close(answers)
+        return [outputs[number] for number in range(len(many))]
 
     def chat(
         self,
@@ -164,19 +168,19 @@ class LLM:
     ) -> Iterator[Piece]:
         """Yield the tokens of all answers as they are chosen; whoever stops listening cancels the rest.
 
-        While whoever listens has a piece, the model is as it was. Arguments and errors are those of `generate`, at the
-        first piece.
+        While whoever listens has a piece, the model is as it was; one of ZeRO-3 trains on after the last piece.
+        Arguments and errors are those of `generate`, at the first piece.
         """
-        pieces = self._run(self._ask(self._many(prompts), sampling, changes))
-        try:
-            while True:
+        answers = self._ask(self._many(prompts), sampling, changes, every_token=True)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close, answers)
+            stack.enter_context(unsharded(self.model))
+            while answers.going:
                 with self.engine.computing():
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            pieces.close()
+                    pieces = answers.step()
+                for _, request in answers.ended():
+                    check_form(request)
+                yield from pieces
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], options: BeamOptions = BeamOptions(), count: int = 1
@@ -198,16 +202,18 @@ class LLM:
         sampling = Sampling(max_tokens=options.max_tokens, temperature=0)
         many = self._many(prompts)
         self._check_beams(many, options)
-        groups = []
-        for request in self._ask(many, sampling, {}):
+        answers, groups = self._ask(many, sampling, {}), []
+        for request in answers.going.values():
             request.group = BeamGroup(BeamSearch(options, self.engine.ends), [request])
             groups.append(request.group)
         try:
-            with self.engine.computing():
+            with unsharded(self.model), self.engine.computing():
                 while not all(group.search.is_done for group in groups):
                     self.engine.step()
         finally:
-            self._cancel([request for group in groups for request in group.members])
+            for request in [request for group in groups for request in group.members]:
+                self.engine.cancel(request.number)
+            self._close(answers)
         return [self._searched(*pair, count) for pair in zip(many, groups, strict=True)]
 
     def _searched(self, prompt: Sequence[int], group: BeamGroup, count: int) -> Output:
@@ -227,7 +233,7 @@ class LLM:
         """Raise ConfigError where the beams of a prompt need more blocks than there are."""
         pool = self.engine.pool
         longest = max((len(prompt) for prompt in prompts), default=0) + options.max_tokens
-        blocks = options.width * -(-longest // pool.size)
+        blocks = options.width * self.engine.limits.blocks_of(longest)
         if blocks > pool.count:
             raise ConfigError(
                 "the beams of a prompt are longer than the cache",
@@ -263,9 +269,23 @@ class LLM:
             )
         return self.tokenizer
 
+    def answers(self, *, every_token: bool, texts: bool = True) -> Answers:
+        """Return what answers prompts step by step, inside of `engine.computing()`, as a server does.
+
+        Args:
+            every_token: as `Answers` has it.
+            texts: whether pieces have texts, and texts may stop answers.
+        """
+        return Answers(self.engine, self.intake, self.tokenizer if texts else None, every_token=every_token)
+
     def _ask(
-        self, prompts: Sequence[Sequence[int]], sampling: Samplings, changes: Mapping[str, Any]
-    ) -> list[Request]:
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Samplings,
+        changes: Mapping[str, Any],
+        *,
+        every_token: bool = False,
+    ) -> Answers:
         """Add all prompts, or none of them."""
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         if len(samplings) != len(prompts):
@@ -275,145 +295,17 @@ class LLM:
                 expected=f"{len(prompts)}, or one",
             )
         samplings = [replace(sampling, **changes) for sampling in samplings]
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            self._check(prompt, sampling)
         if self._is_live:
             self.forget()  # weights may have been stepped since
-        drawn = all_gather_object([random.getrandbits(62) for _ in prompts], self._ranks)[0]
-        requests: list[Request] = []
-        try:
-            for prompt, sampling, seed in zip(prompts, samplings, drawn, strict=True):
-                seed = seed if sampling.seed is None else sampling.seed
-                requests.append(self.engine.add(prompt, sampling, seed=seed))
-                requests[-1].matcher = self._grammars.matcher(sampling)
-        except ConfigError:
-            self._cancel(requests)
-            raise
-        return requests
+        answers = self.answers(every_token=every_token)
+        answers.ask(prompts, samplings)
+        return answers
 
-    def _check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        if self.longest is not None and len(prompt) + sampling.max_tokens > self.longest:
-            raise ConfigError(
-                "the prompt and its answer are longer than the model's positions",
-                got=f"{len(prompt)} + {sampling.max_tokens} tokens",
-                expected=f"at most {self.longest} (max_position_embeddings)",
-                fix="shorten the prompt, or lower max_tokens",
-            )
-        ids = {
-            "the prompt": prompt,
-            "logit_bias": sampling.logit_bias,
-            "stop_token_ids": sampling.stop_token_ids,
-        }
-        for name, tokens in ids.items():
-            wrong = [token for token in tokens if not 0 <= token < self._words]
-            if wrong:
-                raise ConfigError(
-                    f"{name} has ids that the model does not know",
-                    got=wrong[0],
-                    expected=f"0 to {self._words - 1}",
-                    cause="the tokenizer is another model's" if name == "the prompt" else "",
-                )
-        if sampling.stop:
-            self._need_tokenizer("a text ends the answer")
-
-    def _completed(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        """Step until all requests have ended; yield the number and the output of each when it has.
-
-        Text is read while it grows only where a text may stop it.
-        """
-        going = dict(enumerate(requests))
-        texts = {number: {} for number, request in going.items() if request.sampling.stop}
-        passed: Counter[int] = Counter()
-        try:
-            while going:
-                self.engine.step()
-                for number in texts.keys() & going.keys():
-                    for _ in self._pieces(going[number], number, passed, texts[number]):
-                        pass
-                ended = [number for number, request in going.items() if _has_ended(request)]
-                for number in ended:
-                    yield number, self._output(going.pop(number))
-        finally:
-            self._cancel(_all(requests))
-
-    def _run(self, requests: Sequence[Request]) -> Generator[Piece]:
-        """Step until all requests have ended; on an error, or when nobody listens, the rest are cancelled.
-
-        Others may step the same engine in between: what is told of a request is what its answer has more than before.
-        """
-        texts: dict[int, AnswerText] = {}
-        passed: Counter[int] = Counter()
-        try:
-            while True:
-                for number, request in enumerate(requests):
-                    yield from self._pieces(request, number, passed, texts)
-                if all(request.ending is not None for request in _all(requests)):
-                    return
-                self.engine.step()
-        finally:
-            self._cancel(_all(requests))
-
-    def _pieces(
-        self, first: Request, number: int, passed: Counter[int], texts: dict[int, AnswerText]
-    ) -> Iterator[Piece]:
-        """Yield the pieces of a prompt's answers that were not told before."""
-        for request in [first, *first.siblings]:
-            while passed[request.number] < len(request.answer):
-                passed[request.number] += 1
-                yield self._piece(request, number, passed[request.number], texts)
-
-    def _piece(self, request: Request, number: int, count: int, texts: dict[int, AnswerText]) -> Piece:
-        """Return the piece of token number `count` of an answer; end the answer there if a text of `stop` is met."""
-        text, token = "", request.answer[count - 1]
-        if self.tokenizer is not None:
-            stop = request.sampling.stop
-            writer = texts.get(request.number)
-            if writer is None:
-                writer = texts[request.number] = AnswerText(self.tokenizer, request.prompt, stop)
-            writer.add(token)
-            if writer.is_stopped:
-                self.engine.end(request, "stop")
-                del request.answer[count:], request.logprobs[count:]
-            is_last = request.ending is not None and count == len(request.answer)
-            if is_last:
-                writer.finish()
-            text = writer.pass_on(ends=is_last)
-            request.text = writer.text
-        ending = request.ending if count == len(request.answer) else None
-        return Piece(number, request.index, token, text, ending)
-
-    def _text(self, request: Request) -> str:
-        """Return the text of an answer that has ended."""
-        if self.tokenizer is None or request.sampling.stop:
-            return request.text
-        writer = AnswerText(self.tokenizer, request.prompt, ())
-        writer.add_all(request.answer)
-        return writer.text
-
-    def _cancel(self, requests: Sequence[Request]) -> None:
-        """End requests; a module that trains on has the memory of the cache again where none is left."""
-        for request in requests:
-            self.engine.cancel(request.number)
+    def _close(self, answers: Answers) -> None:
+        """Cancel what has not ended; a module that trains on has the memory of the cache again where none is left."""
+        answers.close()
         if self._is_live:
             self.engine.free()
-
-    def _output(self, request: Request) -> Output:
-        answers = [
-            Answer(
-                tuple(answer.answer), self._text(answer), answer.ending or "cancelled", tuple(answer.logprobs)
-            )
-            for answer in [request, *request.siblings]
-        ]
-        return Output(request.prompt, tuple(answers), tuple(request.prompt_logprobs))
-
-
-def _has_ended(request: Request) -> bool:
-    """Return whether all answers to a request's prompt have ended."""
-    return all(answer.ending is not None for answer in (request, *request.siblings))
-
-
-def _all(requests: Sequence[Request]) -> list[Request]:
-    return [member for request in requests for member in [request, *request.siblings]]
 
 
 def check_kind(model: Any) -> None:
@@ -424,15 +316,6 @@ def check_kind(model: Any) -> None:
     """
     plain = type(model.config).from_dict(model.config.to_dict())  # without the attention that it trains with
     check_continues(meta_model(plain), model.config.model_type)
-
-
-def _is_divided(model: nn.Module) -> bool:
-    """Return whether ZeRO-3 has divided the weights of a model."""
-    try:
-        sharding_of(model)
-    except PlanError:
-        return False
-    return True
 
 
 def _ends(model: Any, tokenizer: PreTrainedTokenizerFast | None) -> set[int]:

@@ -65,6 +65,7 @@ class Piece:
         token_id: the token.
         text: text that is certain with it; may be of tokens before, or empty.
         ending: the reason if the answer ended with it; None: it goes on.
+        logprob: the token's, if `Sampling.logprobs` asks for it.
     """
 
     prompt: int
@@ -72,3 +73,4 @@ class Piece:
     token_id: int
     text: str
     ending: Ending | None = None
+    logprob: TokenLogprob | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,13 +9,14 @@ from typing import Literal
 import torch
 
 from cai_apps.engine.beam import BeamSearch
-from cai_apps.engine.blocks import ROOT, BlockPool, block_digest
+from cai_apps.engine.blocks import ROOT, BlockPool, BlockTable, block_digest
 from cai_apps.engine.grammar import Matcher
 from cai_apps.engine.sampling import Sampling, TokenLogprob
-from cai_apps.engine.schedule import Demand
+from cai_apps.engine.schedule import Demand, Limits
 
-Ending = Literal["stop", "length", "cancelled"]
-"""Why an answer ended: at an end that the model chose or a text that stops it, at its length, or by its user."""
+Ending = Literal["stop", "length", "cancelled", "failed"]
+"""Why an answer ended: at an end that the model chose or a text that stops it, at its length, by its user, or as it
+could not be held to its form."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Request:
     index: int = 0
     answer: list[int] = field(default_factory=list)
     pending: int | None = None
-    blocks: array[int] = field(default_factory=lambda: array("i"))
+    blocks: BlockTable = field(default_factory=lambda: BlockTable((None,)))
     computed: int = 0
     published: int = 0
     running: bool = False
@@ -91,6 +91,11 @@ class Request:
     def is_full(self) -> bool:
         """Whether its answer is as long as it may be, once the host knows the last token."""
         return len(self.answer) + (self.pending is not None) >= self.sampling.max_tokens
+
+    @property
+    def fault(self) -> str:
+        """The reason for which the answer could not be held to its form; empty: it could."""
+        return "" if self.matcher is None else self.matcher.fault
 
     @property
     def needs_answer(self) -> bool:
@@ -130,26 +135,29 @@ class Request:
             self._digests.append(block_digest(parent, self.ids(start, start + size)))
         return self._digests[:count]
 
-    def demand(self, pool: BlockPool, *, is_tight: bool) -> Demand:
+    def demand(self, pool: BlockPool, limits: Limits, *, is_tight: bool) -> Demand:
         """Return what the schedule sees of it.
 
         Args:
             pool: the blocks.
+            limits: the size of a forward.
             is_tight: whether running requests may have to give blocks back, so that those are counted.
         """
-        blocks: Sequence[int] = self.blocks
-        computed, copies = self.computed, False
+        blocks, computed, copies, needs = self.blocks, self.computed, False, 0
         if self.running:
-            freed = sum(pool.holders(block) == 1 for block in blocks) if is_tight else 0
-            copies = computed % pool.size > 0 and pool.holders(blocks[computed // pool.size]) > 1
+            freed = sum(pool.holders(block) == 1 for block in blocks.held()) if is_tight else 0
+            copies = computed % pool.size > 0 and pool.holders(blocks.columns[0][computed // pool.size]) > 1
         else:
-            blocks = self.reusable(pool)
-            computed, freed = len(blocks) * pool.size, sum(not pool.holders(block) for block in blocks)
-        numbers = {"priority": self.sampling.priority, "arrival": self.number}
+            blocks = self.reusable(pool, limits)
+            shared = blocks.held()
+            computed, freed = len(blocks) * pool.size, sum(not pool.holders(block) for block in shared)
+            needs = limits.blocks_of(self.length) - len(shared)
+        numbers = {"priority": self.sampling.priority, "arrival": self.number, "needs": needs}
         return Demand(self.number, self.length, computed, len(blocks), freed, self.running, copies, **numbers)
 
-    def reusable(self, pool: BlockPool) -> list[int]:
+    def reusable(self, pool: BlockPool, limits: Limits) -> BlockTable:
         """Return blocks of others that have its first tokens; the last token is always computed."""
         if self.sampling.prompt_logprobs is not None and not self.answer:
-            return []  # the logits of all tokens are wanted
-        return pool.lookup(self.digests((self.length - 1) // pool.size, pool.size))
+            return BlockTable(limits.windows)  # the logits of all tokens are wanted
+        digests = self.digests((self.length - 1) // pool.size, pool.size)
+        return BlockTable.found(pool, limits.windows, digests)

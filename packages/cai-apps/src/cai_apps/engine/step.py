@@ -31,12 +31,13 @@ class Part(NamedTuple):
     Args:
         ids: the tokens; -1 - row for the one that row `row` of the step before chooses.
         start: the position of the first.
-        blocks: the request's blocks, enough for all its tokens up to these.
+        blocks: the request's blocks in each group of layers, enough for all its tokens up to these; where a window
+            has left one behind, any.
     """
 
     ids: Sequence[int]
     start: int
-    blocks: array[int]
+    blocks: Sequence[array[int]]
 
     @property
     def end(self) -> int:
@@ -51,16 +52,17 @@ class Rows:
     Args:
         ids: the tokens, int64 [1, R].
         places: their positions, int64 [1, R].
-        slots: the places of their keys, int64 [R]: block * size + position in the block; -1: nowhere.
         lengths: the keys of each request, int32 [R].
-        tables: the blocks of each, int32 [R, most].
+        slots: the places of their keys in each group of layers, int64 [R]: block * size + position in the block; -1:
+            nowhere.
+        tables: the blocks of each request in each group, int32 [R, most].
     """
 
     ids: Tensor
     places: Tensor
-    slots: Tensor
     lengths: Tensor
-    tables: Tensor
+    slots: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
 
 
 class Step:
@@ -80,7 +82,8 @@ class Step:
         self, parts: Sequence[Part], block_size: int, device: torch.device, before: Tensor | None = None
     ):
         self.parts, self._size, self._device, self._before = parts, block_size, device, before
-        self._keys: dict[int | None, tuple[Tensor, Tensor]] = {}
+        self._groups = len(parts[0].blocks) if parts else 1
+        self._keys: dict[tuple[int, int | None], tuple[Tensor, Tensor]] = {}
         self.decodes = sum(1 for _ in itertools.takewhile(lambda part: len(part.ids) == 1, parts))
 
     @property
@@ -91,32 +94,33 @@ class Step:
     @cached_property
     def rows(self) -> Rows:
         """What all tokens read; tables and lengths are those of parts of one token."""
-        tokens = self._put(self._tokens())  # one copy for three rows, and one for lengths and tables
-        ids, places, slots = tokens
+        ids, places, *slots = self._put(
+            self._tokens()
+        )  # one copy for all of these, and one for lengths and tables
         if self._before is not None and any(part.ids[-1] < 0 for part in self.parts):
             ids = torch.where(ids < 0, self._before[(-1 - ids).clamp_min(0)], ids)
         parts = self.parts[: self.decodes]
-        most = max((len(part.blocks) for part in parts), default=0)
-        keys = np.zeros((1 + most) * len(parts), np.int32)
+        most = max((len(part.blocks[0]) for part in parts), default=0)
+        keys = np.zeros((1 + self._groups * most) * len(parts), np.int32)
         keys[: len(parts)] = [part.end for part in parts]
-        for row, part in zip(keys[len(parts) :].reshape(len(parts), most), parts, strict=True):
-            row[: len(part.blocks)] = np.frombuffer(part.blocks, np.int32)
+        tables = keys[len(parts) :].reshape(self._groups, len(parts), most)
+        for group, table in enumerate(tables):
+            for row, part in zip(table, parts, strict=True):
+                row[: len(part.blocks[group])] = np.frombuffer(part.blocks[group], np.int32)
         moved = self._put(keys)
-        return Rows(
-            ids[None], places[None], slots, moved[: len(parts)], moved[len(parts) :].view(len(parts), most)
-        )
+        tables_there = moved[len(parts) :].view(self._groups, len(parts), most)
+        return Rows(ids[None], places[None], moved[: len(parts)], tuple(slots), tuple(tables_there))
 
     def _tokens(self) -> np.ndarray:
-        """Return ids, positions and slots of all tokens, int64 [3, T]."""
+        """Return ids, positions and the slots of each group, of all tokens, int64 [2 + groups, T]."""
         size, first, rest = self._size, self.parts[: self.decodes], self.parts[self.decodes :]
-        ids = [part.ids[0] for part in first]
-        places = [part.start for part in first]
-        slots = [part.blocks[part.start // size] * size + part.start % size for part in first]
-        columns = [np.array([ids, places, slots], np.int64)]
+        rows = [[part.ids[0] for part in first], [part.start for part in first]]
+        for group in range(self._groups):
+            rows.append([part.blocks[group][part.start // size] * size + part.start % size for part in first])
+        columns = [np.array(rows, np.int64)]
         for part in rest:
-            columns.append(
-                np.stack([np.array(part.ids), np.arange(part.start, part.end), self._slots(part, part.start)])
-            )
+            slots = [self._slots(part, part.start, group) for group in range(self._groups)]
+            columns.append(np.stack([np.array(part.ids), np.arange(part.start, part.end), *slots]))
         return np.concatenate(columns, 1)
 
     @cached_property
@@ -124,27 +128,29 @@ class Step:
         """Where the tokens of each part begin, and the end, int32 [1, parts + 1]."""
         return self._starts([len(part.ids) for part in self.parts])
 
-    def keys(self, window: int | None) -> tuple[Tensor, Tensor]:
+    def keys(self, group: int, window: int | None) -> tuple[Tensor, Tensor]:
         """Return the slots of all keys that are seen, int64 [K], and where each part's begin, int32 [1, parts + 1].
 
         Args:
-            window: a layer's; keys before that of a part's first token stay out.
+            group: the group of a layer.
+            window: the layer's; keys before that of a part's first token stay out.
         """
-        if window not in self._keys:
+        if (group, window) not in self._keys:
             first = [0 if window is None else max(0, part.start - window + 1) for part in self.parts]
             pairs = list(zip(self.parts, first, strict=True))
-            slots = np.concatenate([self._slots(part, place) for part, place in pairs])
-            self._keys[window] = self._put(slots), self._starts([part.end - place for part, place in pairs])
-        return self._keys[window]
+            slots = np.concatenate([self._slots(part, place, group) for part, place in pairs])
+            starts = self._starts([part.end - place for part, place in pairs])
+            self._keys[group, window] = self._put(slots), starts
+        return self._keys[group, window]
 
     @cached_property
     def rest(self) -> Step:
         """The parts of several tokens."""
         return Step(self.parts[self.decodes :], self._size, self._device)
 
-    def _slots(self, part: Part, start: int) -> np.ndarray:
+    def _slots(self, part: Part, start: int, group: int) -> np.ndarray:
         places = np.arange(start, part.end)
-        blocks = np.frombuffer(part.blocks, np.int32)[start // self._size :].astype(np.int64)
+        blocks = np.frombuffer(part.blocks[group], np.int32)[start // self._size :].astype(np.int64)
         return blocks[places // self._size - start // self._size] * self._size + places % self._size
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
@@ -168,12 +174,44 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+class Slab:
+    """Keys and values of all blocks, in one layer of each group.
+
+    Args:
+        blocks: number of blocks.
+        size: tokens of each.
+    """
+
+    def __init__(self, blocks: int, size: int):
+        self._shape = (blocks, size)
+        self._caches: tuple[Tensor, Tensor] | None = None
+
+    def of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the caches, [blocks, size, Nkv, H] each, made when a layer's first keys say their shape and dtype."""
+        if self._caches is None:
+            keys, values = (
+                rows.new_empty(*self._shape, rows.shape[1], rows.shape[3]) for rows in (key, value)
+            )
+            self._caches = keys, values
+        return self._caches
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, of which each pair names one and where it goes."""
+        sources, targets = zip(*pairs, strict=True)
+        for cache in self._caches or ():
+            cache[list(targets)] = cache[list(sources)]
+
+    def free(self) -> None:
+        """Free the blocks' memory."""
+        self._caches = None
+
+
 class CachedAttention:
     """The rule of one attention layer: keys and values go to blocks, and queries see those of their request.
 
     Args:
-        blocks: number of blocks.
-        block_size: tokens of each.
+        slab: the memory of the layer's keys and values.
+        group: the group of the layer.
         rule: attention to keys in one row, of documents whose last ones are the queries'.
 
     Attributes:
@@ -181,34 +219,32 @@ class CachedAttention:
         step: the step, where it has parts of several tokens.
     """
 
-    def __init__(self, blocks: int, block_size: int, rule: AttentionRule):
-        self._shape, self._rule = (blocks, block_size), rule
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    def __init__(self, slab: Slab, group: int, rule: AttentionRule):
+        self._slab, self._group, self._rule = slab, group, rule
         self.rows: Rows | None = None
         self.step: Step | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """[1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
-        (keys, values), rows, step = self._caches(key, value), self.rows, self.step
+        (keys, values), rows, step = self._slab.of(key, value), self.rows, self.step
         assert rows is not None
+        caches = keys, values
         new = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        paged_append_(keys, values, *new, rows.slots, backend=_backend(keys))
+        paged_append_(keys, values, *new, rows.slots[self._group], backend=_backend(keys))
         width = max(keys.shape[3], values.shape[3])
         if width > PAGED_WIDTH and step is None:
             raise RuntimeError(f"no kernel reads blocks of heads of {width} numbers")
         if width > PAGED_WIDTH and step is not None:
-            return self._gathered(query, call, step)
+            return self._gathered(query, call, step, caches)
         if step is None or step.is_decode:
-            return self._paged(query, call, rows)
+            return self._paged(query, call, rows, caches)
         if not step.decodes:
-            return self._gathered(query, call, step)
-        first = self._paged(query[:, :, : step.decodes], call, rows)
-        return torch.cat([first, self._gathered(query[:, :, step.decodes :], call, step.rest)], 2)
+            return self._gathered(query, call, step, caches)
+        first = self._paged(query[:, :, : step.decodes], call, rows, caches)
+        return torch.cat([first, self._gathered(query[:, :, step.decodes :], call, step.rest, caches)], 2)
 
-    def _paged(self, query: Tensor, call: AttentionCall, rows: Rows) -> Tensor:
+    def _paged(self, query: Tensor, call: AttentionCall, rows: Rows, caches: tuple[Tensor, Tensor]) -> Tensor:
         """Attend with one query of each request, to its blocks where they are."""
-        caches = self._keys, self._values
         scores: dict[str, Any] = {
             "scale": call.scale,
             "window": call.window,
@@ -216,35 +252,20 @@ class CachedAttention:
             "sinks": call.sinks,
         }
         scores |= {"backend": _backend(query)}
-        out = paged_attention(query[0].transpose(0, 1), *caches, rows.tables, rows.lengths, **scores)  # type: ignore[arg-type]
+        out = paged_attention(
+            query[0].transpose(0, 1), *caches, rows.tables[self._group], rows.lengths, **scores
+        )
         return out.transpose(0, 1)[None]
 
-    def _gathered(self, query: Tensor, call: AttentionCall, step: Step) -> Tensor:
+    def _gathered(
+        self, query: Tensor, call: AttentionCall, step: Step, caches: tuple[Tensor, Tensor]
+    ) -> Tensor:
         """Attend with the queries of a step, to the keys of its requests in one row."""
-        slots, starts = step.keys(call.window)
-        pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in (self._keys, self._values))  # type: ignore[union-attr]
+        slots, starts = step.keys(self._group, call.window)
+        pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in caches)
         if len(step.parts) > 1:  # one alone is a row without boundaries, for which there are faster kernels
             call = replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts)
         return self._rule(query, *pair, call)
-
-    def free(self) -> None:
-        """Free the blocks' memory."""
-        self._keys = self._values = self.rows = self.step = None
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, of which each pair names one and where it goes."""
-        sources, targets = zip(*pairs, strict=True)
-        for cache in (self._keys, self._values):
-            if cache is not None:
-                cache[list(targets)] = cache[list(sources)]
-
-    def _caches(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the blocks of keys and of values, made when a layer's first keys say their shape and dtype."""
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (
-                rows.new_empty(*self._shape, rows.shape[1], rows.shape[3]) for rows in (key, value)
-            )
-        return self._keys, self._values
 
 
 def _backend(tensor: Tensor) -> Backend:

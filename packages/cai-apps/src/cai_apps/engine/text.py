@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,14 +24,23 @@ class AnswerText:
         tokenizer: the model's.
         prompt: ids before the answer.
         stop: texts that end the answer.
+        visible: texts of control tokens that are text all the same, by id, as those that begin a call of a tool.
 
     Attributes:
         text: all that is certain, up to a text that stops it.
         is_stopped: whether such a text was met.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        *,
+        visible: Mapping[int, str] | None = None,
+    ):
+        self._tokenizer, self._stop, self._visible = tokenizer, tuple(stop), visible or {}
+        self._rules = _rules_of(tokenizer)
         self._ids = list(prompt[-BEFORE:])
         self._first, self._end = 0, len(self._ids)
         self.text, self.is_stopped, self._passed = "", False, 0
@@ -59,7 +69,7 @@ class AnswerText:
         """
         end = len(self.text)
         if not ends and not self.is_stopped:
-            end -= max((_overlap(self.text, stop) for stop in self._stop), default=0)
+            end -= max((overlap(self.text, stop) for stop in self._stop), default=0)
         passed, self._passed = self.text[self._passed : end], max(self._passed, end)
         return passed
 
@@ -83,10 +93,33 @@ class AnswerText:
             self.text, self.is_stopped = self.text[:place], True
 
     def _decoded(self, ids: Sequence[int]) -> str:
+        if self._visible.keys().isdisjoint(ids):
+            return self._plain(ids)
+        texts = []
+        for is_visible, run in groupby(ids, self._visible.__contains__):
+            part = [*run]
+            texts += map(self._visible.__getitem__, part) if is_visible else [self._plain(part)]
+        return "".join(texts)
+
+    def _plain(self, ids: Sequence[int]) -> str:
+        if self._rules is not None:
+            return self._rules.decode(ids, skip_special_tokens=True)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(list(ids), **options))
 
 
-def _overlap(text: str, stop: str) -> int:
+def _rules_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the rules of the package tokenizers by which a tokenizer writes texts, several times as fast as by itself;
+    None: its class writes them otherwise.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind, usual = type(tokenizer), PreTrainedTokenizerFast
+    if not issubclass(kind, usual) or kind.decode is not usual.decode or kind._decode is not usual._decode:
+        return None
+    return tokenizer.backend_tokenizer
+
+
+def overlap(text: str, stop: str) -> int:
     """Return how many of a text's last letters are the first of a text that stops it."""
     return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
