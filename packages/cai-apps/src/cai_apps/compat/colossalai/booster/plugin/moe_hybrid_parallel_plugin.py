@@ -1,0 +1,5 @@
+"""MoeHybridParallelPlugin, under its own path."""
+
+from cai_apps.booster import MoeHybridParallelPlugin
+
+__all__ = ["MoeHybridParallelPlugin"]
