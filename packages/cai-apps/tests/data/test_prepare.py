@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 
@@ -126,3 +127,14 @@ def test_unknown_tokenizer(data, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="no tokenizer 'no/such'"):
         prepare(replace(data, tokenizer="no/such"), 300)
+
+
+def test_nulls_are_no_document_and_said(data, tmp_path, capsys):
+    lines = [json.dumps({"text": text}) for text in ("a " * 200, None, "b " * 200, None)]
+    (tmp_path / "nulls.jsonl").write_text("\n".join(lines))
+    prepared = prepare(replace(data, source=str(tmp_path / "nulls.jsonl")), 300)
+    assert prepared.count == 2
+    printed = capsys.readouterr().out
+    assert (
+        "records without a text are passed over: 2, the first is " in printed and "nulls.jsonl:2" in printed
+    )

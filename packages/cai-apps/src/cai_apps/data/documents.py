@@ -34,6 +34,7 @@ class Documents:
         end_of_text: the id of the end-of-sequence token.
         text: digest of the source's bytes, and of how they are read.
         vocabulary: digest of the tokenizer's rules.
+        held_out: documents for validation that are another source's; None: some of these are held out.
     """
 
     directory: Path
@@ -43,6 +44,7 @@ class Documents:
     end_of_text: int
     text: str
     vocabulary: str
+    held_out: Documents | None = None
 
     @property
     def tokenizer(self) -> Path:

@@ -46,6 +46,13 @@ class Split:
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
+def next_labels(ids: np.ndarray) -> np.ndarray:
+    """Return the labels of full rows: the next token each, the last has none, int64 [rows, length]."""
+    labels = np.full(ids.shape, IGNORED, dtype=np.int64)
+    labels[:, :-1] = ids[:, 1:]
+    return labels
+
+
 def split(prepared: Documents, sequence_length: int, validation_fraction: float) -> tuple[Split, Split]:
     """The training and validation sequences; validation has at least one when its fraction is above 0.
 

@@ -14,7 +14,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Docum
             loaded.
         DataError: the source is missing, empty or broken, or the tokenizer has ids the model has no row for.
     """
-    text = key_of(sources.content(data.source, data.cache), data.limit_bytes)
+    text = key_of(text_content(data), data.limit_bytes)
     loaded = load_tokenizer(_tokenizer(data, vocab_size, text) if tokenizer is None else tokenizer)
     vocabulary, dtype = tokenizer_digest(loaded), dtype_of(vocab_size)
     origin = {"text": text, "vocabulary": vocabulary, "dtype": dtype}
@@ -73,13 +73,24 @@ def prepare(data: Data, vocab_size: int, tokenizer: Path | None = None) -> Docum
     return open_documents(directory)
 
 
+def texts_of(data: Data, on_null: Callable[[str], None] | None = None) -> Iterator[str]:
+    """Yield the documents that a section asks for; `on_null` is called with the place of each record without a text."""
+    options = {"column": data.text_column, "limit_bytes": data.limit_bytes, "on_null": on_null}
+    return sources.documents(*data.sources, **options)
+
+
+def text_content(data: Data) -> str:
+    """Return a digest of the bytes that a section's documents are read from."""
+    return sources.content(*data.sources, cache=data.cache, column=data.text_column)
+
+
 def _tokenizer(data: Data, vocab_size: int, text: str) -> str | Path:
     """Return what names the tokenizer: that which is asked for, or the directory of one trained on the source."""
     if data.tokenizer not in ("train", "auto"):
         return data.tokenizer
 
     def train(directory: Path) -> None:
-        trained = train_tokenizer(sources.documents(data.source, limit_bytes=data.limit_bytes), vocab_size)
+        trained = train_tokenizer(texts_of(data), vocab_size)
         trained.save_pretrained(directory / TOKENIZER)
 
     return open_or_make(data.cache, key_of(FORMAT, TOKENIZER, text, vocab_size), train) / TOKENIZER
@@ -89,7 +100,8 @@ def _write(
     directory: Path, data: Data, tokenizer: PreTrainedTokenizerFast, vocab_size: int, origin: dict[str, str]
 ) -> None:
     tokenizer.save_pretrained(directory / TOKENIZER)
-    texts = sources.documents(data.source, limit_bytes=data.limit_bytes)
+    nulls: list[str] = []
+    texts = texts_of(data, nulls.append)
 
     def checked() -> Iterator[tuple[np.ndarray, None]]:
         for ids in tokenize(tokenizer, texts, data.special_tokens):
@@ -97,8 +109,12 @@ def _write(
             yield ids, None
 
     count, tokens = write_documents(directory, checked(), origin["dtype"])
+    if nulls:
+        print(f"records without a text are passed over: {len(nulls)}, the first is {nulls[0]}", flush=True)
     if tokens == 0:
-        raise DataError(f"the dataset is empty: {data.source}", got="no token", expected="some text")
+        raise DataError(
+            f"the dataset is empty: {', '.join(data.sources)}", got="no token", expected="some text"
+        )
     describe(directory, origin, count, tokens, tokenizer.eos_token_id)
 
 

@@ -96,11 +96,10 @@ def test_a_glob_and_what_is_not_there(tmp_path):
     ]
     with pytest.raises(DataError, match="matches no file"):
         next(read_records(f"{tmp_path}/c*"))
-    with pytest.raises(DataError, match=r"/\*.jsonl"):
-        next(read_records(str(tmp_path)))
+    assert len(list(read_records(str(tmp_path)))) == 2
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.txt", "a", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "a.parquet.gz", "a.txt.gz"])
 def test_a_file_of_another_kind(name, tmp_path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match="no file of conversations"):
@@ -151,8 +150,8 @@ def test_damaged_parquet(tmp_path):
 def test_content_follows_the_bytes(tmp_path):
     path, cache = tmp_path / "a.jsonl", str(tmp_path / "cache")
     path.write_text("{}")
-    digest = content(str(path), cache)
+    digest = content(str(path), cache=cache)
     (tmp_path / "b.jsonl").write_text("{}")
-    assert content(str(tmp_path / "b.jsonl"), cache) == digest
+    assert content(str(tmp_path / "b.jsonl"), cache=cache) == digest
     path.write_text("{ }")
-    assert content(str(path), cache) != digest
+    assert content(str(path), cache=cache) != digest

@@ -9,8 +9,10 @@ from typing import Any, Literal, Protocol
 
 from cai_apps.data.chat.lengths import Lengths
 from cai_apps.data.chat.prepare import conversation_of, placed
-from cai_apps.data.chat.readers import Record, read_records, record_files
+from cai_apps.data.chat.readers import read_records, record_files
 from cai_apps.data.chat.render import Renderer
+from cai_apps.data.records import Record
+from cai_apps.data.repeats import Repeats
 from cai_mesh.errors import DataError
 
 SHOWN = 3
@@ -48,6 +50,7 @@ class Findings:
     Args:
         kind: "conversations", "pairs" or "judged".
         count: the number of records.
+        repeats: counts records that have the content of one before them.
         problems: the errors of those that are broken, in their order.
         samples: the first records that are not.
         lengths: the lengths of all that are not; None: they were not rendered.
@@ -56,10 +59,17 @@ class Findings:
 
     kind: str = "conversations"
     count: int = 0
+    repeats: Repeats = field(default_factory=Repeats)
     problems: list[DataError] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     lengths: Report | None = None
     ends: Counter[int] = field(default_factory=Counter)
+
+    def add(self, record: Record) -> None:
+        """Count a record."""
+        self.count += 1
+        if isinstance(record.value, dict):
+            self.repeats.add_value(record.value)
 
 
 def check_source(source: str, renderer: Renderer | None, length: int | None) -> Findings:
@@ -76,7 +86,7 @@ def check_source(source: str, renderer: Renderer | None, length: int | None) -> 
     """
     findings, lengths = Findings(), Lengths(length)
     for record in readable_records(source, findings.problems):
-        findings.count += 1
+        findings.add(record)
         try:
             conversation = conversation_of(record)
             if renderer is None:

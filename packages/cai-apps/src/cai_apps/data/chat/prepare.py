@@ -23,7 +23,7 @@ import numpy as np
 from cai_apps.data.chat import readers
 from cai_apps.data.chat.lengths import LengthReport, Lengths
 from cai_apps.data.chat.messages import Conversation, read_conversation
-from cai_apps.data.chat.readers import Record, read_records
+from cai_apps.data.chat.readers import read_records
 from cai_apps.data.chat.render import Example, Renderer, check_trained
 from cai_apps.data.chat.template import DEFAULT, load_template
 from cai_apps.data.chat.tokenizer import train_chat_tokenizer
@@ -36,6 +36,7 @@ from cai_apps.data.documents import (
     write_documents,
 )
 from cai_apps.data.prepare import check_ids
+from cai_apps.data.records import Record
 from cai_apps.data.sealed import key_of, open_or_make
 from cai_apps.data.section import Data
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -60,7 +61,7 @@ def prepare_chat(data: Data, vocab_size: int, tokenizer: Path | None = None) -> 
         ConfigError: there is no tokenizer or template that can be used, or the cache is another user's.
         DataError: the source is missing, or a record is broken: the first one is named by its line.
     """
-    content = readers.content(data.source, data.cache)
+    content = readers.content(*data.sources, cache=data.cache)
     rendering = load_rendering(data, vocab_size, content, _conversations(data), tokenizer)
     directory = open_or_make(
         data.cache,
@@ -119,15 +120,15 @@ def load_rendering(
     return Rendering(loaded, Renderer(loaded, template, trained, data.special_tokens), origin)
 
 
-def check_first(source: str) -> None:
-    """Raise DataError where the first record of a source is no conversation; the others are not read."""
-    for record in read_records(source):
+def check_first(*sources: str) -> None:
+    """Raise DataError where the first record of sources is no conversation; the others are not read."""
+    for record in read_records(*sources):
         conversation_of(record)
         return
 
 
 def _conversations(data: Data) -> Iterator[Conversation]:
-    return (conversation_of(record) for record in read_records(data.source))
+    return (conversation_of(record) for record in read_records(*data.sources))
 
 
 def _tokenizer(
@@ -205,7 +206,7 @@ def _write(directory: Path, data: Data, rendering: Rendering, vocab_size: int) -
     report = lengths.report()
     if count == 0:
         raise DataError(
-            f"there is no conversation to train on: {data.source}",
+            f"there is no conversation to train on: {', '.join(data.sources)}",
             got="\n            ".join(report.lines()),
             expected="at least one",
             fix="increase data.sequence_length" if report.count else "",
@@ -217,7 +218,7 @@ def _write(directory: Path, data: Data, rendering: Rendering, vocab_size: int) -
 def _examples(data: Data, renderer: Renderer) -> Iterator[Example]:
     """Yield the examples of a source, of conversations within the bytes that are read."""
     remaining = data.limit_bytes
-    for record in read_records(data.source):
+    for record in read_records(*data.sources):
         with listed():
             conversation = conversation_of(record)
             with placed(record.place):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from cai_apps.data.chat import messages
 from cai_apps.data.chat.check import SHOWN, Findings, Mark, Sample, check_source, readable_records
 from cai_apps.data.chat.prepare import placed
-from cai_apps.data.chat.readers import Record
 from cai_apps.data.chat.render import ALL, Example, Renderer
 from cai_apps.data.preference import questions, sources
 from cai_apps.data.preference.lengths import PreferenceLengths
@@ -15,6 +14,7 @@ from cai_apps.data.preference.prepare import check_scored
 from cai_apps.data.preference.records import Judged, Kind, Pair, kind_of
 from cai_apps.data.preference.render import conversations_of, render_judged, render_pair
 from cai_apps.data.preference.sources import Placed, check_kind, judged_answers, preference_of, with_others
+from cai_apps.data.records import Record
 from cai_mesh.errors import DataError
 
 
@@ -81,7 +81,7 @@ def _check_preferences(source: str, kind: Kind, renderer: Renderer | None, lengt
 def _preferences(source: str, kind: Kind, findings: Findings) -> Iterator[Placed]:
     """Yield the preferences of a source; the others are problems."""
     for record in _records(source, findings.problems):
-        findings.count += 1
+        findings.add(record)
         try:
             preference = preference_of(record)
             check_kind(preference, kind, record.place)

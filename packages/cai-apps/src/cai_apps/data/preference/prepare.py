@@ -115,7 +115,7 @@ def prepare_preferences(
             pairs are asked for, all judged answers have one prompt, or nothing is short enough.
     """
     check_scored(data.trained)
-    content = key_of("preferences", kind, sources.content(data.source, data.cache))
+    content = key_of("preferences", kind, sources.content(*data.sources, cache=data.cache))
     rendering = load_rendering(data, vocab_size, content, _conversations(data), tokenizer)
     directory = open_or_make(
         data.cache,
@@ -143,7 +143,7 @@ def check_scored(trained: Sequence[str]) -> None:
 
 def _conversations(data: Data) -> Iterator[Conversation]:
     """Yield each message of a source once, for a tokenizer that is trained on it."""
-    for record in sources.read_records(data.source):
+    for record in sources.read_records(*data.sources):
         with listed():
             preference = sources.preference_of(record)
         if isinstance(preference, Pair):
@@ -169,7 +169,7 @@ def _write(directory: Path, data: Data, kind: Kind, rendering: Rendering, vocab_
     if count == 0:
         is_long = report.left_out > 0
         raise DataError(
-            f"there is no preference to train on: {data.source}",
+            f"there is no preference to train on: {', '.join(data.sources)}",
             got="\n            ".join(report.lines()),
             expected="at least one",
             fix=f"increase data.sequence_length = {data.sequence_length}"
@@ -206,7 +206,7 @@ def _units(
 def _read(data: Data, kind: Kind) -> Iterator[Placed]:
     """Yield the preferences of a source within the bytes that are read."""
     remaining = data.limit_bytes
-    for record in sources.read_records(data.source):
+    for record in sources.read_records(*data.sources):
         with listed():
             preference = sources.preference_of(record)
         sources.check_kind(preference, kind, record.place)

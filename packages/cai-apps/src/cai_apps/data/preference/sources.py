@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 
 from cai_apps.data.chat import readers
 from cai_apps.data.chat.prepare import placed
-from cai_apps.data.chat.readers import Record
+from cai_apps.data.files import joined
 from cai_apps.data.preference import questions
 from cai_apps.data.preference.records import Judged, Kind, Pair, read_preference
+from cai_apps.data.records import Record
 from cai_mesh.errors import DataError
 
 BLOCK = 1000
@@ -19,25 +20,27 @@ Placed = tuple[str, Pair | Judged]
 """A preference after the place of its record."""
 
 
-def read_records(source: str) -> Iterator[Record]:
-    """Yield the records of a source, as `readers.read_records` does, or of the pairs that are made here."""
-    if source != questions.SOURCE:
-        yield from readers.read_records(source)
-        return
-    for number, value in enumerate(questions.pairs()):
-        yield Record(f"{source}, pair {number}", value)
+def read_records(*sources: str) -> Iterator[Record]:
+    """Yield the records of sources, as `readers.read_records` does, or of the pairs that are made here."""
+    for source in sources:
+        if source != questions.SOURCE:
+            yield from readers.read_records(source)
+            continue
+        for number, value in enumerate(questions.pairs()):
+            yield Record(f"{source}, pair {number}", value)
 
 
-def content(source: str, cache: str) -> str:
-    """Return a digest of the bytes that a source's records are read from.
+def content(*sources: str, cache: str) -> str:
+    """Return a digest of the bytes that the records of sources are read from.
 
     Args:
-        source: the value of `data.source`.
+        sources: the values of `data.source` and `data.more_sources`.
         cache: the directory `data.cache`, where digests of files are kept.
     """
-    if source == questions.SOURCE:
-        return hashlib.sha256(json.dumps(list(questions.pairs())).encode()).hexdigest()
-    return readers.content(source, cache)
+    pairs = hashlib.sha256(json.dumps(list(questions.pairs())).encode()).hexdigest()
+    return joined(
+        pairs if source == questions.SOURCE else readers.content(source, cache=cache) for source in sources
+    )
 
 
 def preference_of(record: Record) -> Pair | Judged:
@@ -68,14 +71,14 @@ def check_kind(preference: Pair | Judged, kind: Kind, place: str) -> None:
         )
 
 
-def check_first(source: str, kind: Kind) -> None:
-    """Raise DataError where the first record of a source cannot be learned from; the others are not read.
+def check_first(kind: Kind, *sources: str) -> None:
+    """Raise DataError where the first record of sources cannot be learned from; the others are not read.
 
     Args:
-        source: the value of `data.source`.
         kind: the kind that is asked for.
+        sources: the values of `data.source` and `data.more_sources`.
     """
-    for record in read_records(source):
+    for record in read_records(*sources):
         check_kind(preference_of(record), kind, record.place)
         return
 
