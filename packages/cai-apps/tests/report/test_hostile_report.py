@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cai_apps.report import page, plots
+from cai_apps.report import comparison, page, plots
 from cai_apps.report.inline_images import POLICY, picture
 from cai_apps.run.files.directory import RunDirectory
 
@@ -37,6 +37,10 @@ ALLOWED = {
         "h3",
         "p",
         "code",
+        "b",
+        "span",
+        "details",
+        "summary",
     ),
 }
 
@@ -121,3 +125,19 @@ def test_the_page_takes_the_place_of_a_link(run, tmp_path):
     page.write_report(run, run.path / "report.html", page.Page((), lambda _: []))
     assert other.read_text() == "theirs"
     assert not (run.path / "report.html").is_symlink()
+
+
+def test_nothing_of_hostile_runs_becomes_an_element_of_a_comparison(run, monkeypatch):
+    monkeypatch.setattr(
+        comparison, "metrics", SimpleNamespace(read=lambda _: [{"step": 1, BREAK: 1.0, "loss": 2.0}])
+    )
+    start = dict.fromkeys(
+        ("at", "command", "host", "system", "gpu", "ranks", "step", "versions", "git"), BREAK
+    )
+    (run.path / "starts.jsonl").write_text(
+        json.dumps(start | {"versions": {BREAK: SCRIPT}, "git": {"commit": BREAK}})
+    )
+    shown = page.Page((plots.Curve(BREAK, (BREAK,)),), lambda _: [(BREAK, SCRIPT)])
+    text = comparison.write_comparison([run, run], run.path / "both.html", shown).read_text()
+    check(text)
+    assert "<script" not in text and "javascript:" not in text

@@ -23,7 +23,11 @@ TIMELINE = Timeline(8 * GB, [0.0, 1.0, 2.0], {"weights": [GB, 3 * GB, 2 * GB], "
 
 def test_memory_is_stacked_under_the_budget_and_lanes_lie_below():
     above, below = draw_timeline(TIMELINE).axes
-    assert [text.get_text() for text in above.get_legend().get_texts()] == ["weights", "state", "budget"]
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        "weights",
+        "state",
+        "budget, 8 GB",
+    ]
     assert list(above.lines[0].get_ydata()) == [8.0, 8.0]
     tops = [max(path.vertices[:, 1].max() for path in area.get_paths()) for area in above.collections]
     assert tops == pytest.approx([3.0, 5.0])
@@ -31,10 +35,10 @@ def test_memory_is_stacked_under_the_budget_and_lanes_lie_below():
     ends = [path.vertices[:, 0].max() for lane in below.collections for path in lane.get_paths()]
     assert ends == pytest.approx([1.0, 3.0, 0.9, 4.0])
     assert [label.get_text() for label in below.get_yticklabels()] == [
-        "compute",
-        "to device",
-        "to host",
-        "host step",
+        "compute, 75%",
+        "to device, 22%",
+        "to host: nothing",
+        "host step, 25%",
     ]
     assert "layers.1" in [text.get_text() for text in below.texts]
 
@@ -51,4 +55,4 @@ def test_the_report_draws_what_is_in_plots(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "metrics", SimpleNamespace(read=lambda _: []))
     shown = page.Page((), lambda _: [])
     text = page.write_report(run, tmp_path / "report.html", shown).read_text()
-    assert "<h2>step.timeline</h2><img" in text
+    assert "<h2>step.timeline</h2><img" in text and "A step with" not in text

@@ -9,8 +9,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -40,6 +38,11 @@ def divide(block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     The graphs are cut where torch.compile cuts them: where least is kept that is not cheap to make again
     (`min_cut_rematerialization_partition`).
     """
+    from torch._functorch.aot_autograd import (
+        aot_function,  # half a second and more, of a run that may not ask
+    )
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     leaves, spec = tree_flatten((args, kwargs))
     at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     block_state = dict([*block.named_parameters(), *block.named_buffers()])

@@ -9,6 +9,7 @@ import torch
 
 from cai_apps.config.precision import splits_master
 from cai_apps.config.sections import Pipeline, RunConfig
+from cai_apps.planner.drawing import bars, holdings
 from cai_apps.planner.fit import Planner, Verdict, judge, needed
 from cai_apps.planner.plan import Plan, StagePlan
 from cai_apps.planner.shown import Shown
@@ -119,6 +120,10 @@ def render(plan: Plan, title: str, batch: str) -> str:
             f"training  ZeRO-{config.parallel.zero}, {config.precision.compute}{_halves(config)},"
             f" recompute {config.memory.recompute}, {_schedule(config.parallel.pipeline)}, on a {DEVICES[plan.device]}",
             f"batch     {batch} a step; {parts} on each data rank",
+            "",
+            *holdings(plan),
+            "",
+            *bars(plan),
             "",
             "bytes on each rank, by its place in the pipeline:",
             *_table(plan.stages),

@@ -17,3 +17,5 @@ def show_outcome(run: RunDirectory, config: RunConfig) -> None:
         print(f"pipeline chart {chart}")
     if newest := latest(run.checkpoints):
         print(f"checkpoint     {newest}")
+    if best := latest(run.best):
+        print(f"best           {best}")

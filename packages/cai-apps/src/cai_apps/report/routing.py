@@ -8,9 +8,9 @@ from cai_apps.report.plots import Curve
 from cai_apps.run.loop.metrics import need
 
 CURVES = (
-    Curve("load of the busiest expert over the mean", ("load_worst",)),
-    Curve("routing entropy over that of even routing", ("routing_entropy",)),
-    Curve("losses of routers", ("aux_loss", "z_loss")),
+    Curve("load of the busiest expert over the mean", ("load_worst",), "Routers"),
+    Curve("routing entropy over that of even routing", ("routing_entropy",), "Routers"),
+    Curve("losses of routers", ("aux_loss", "z_loss"), "Routers"),
 )
 """Curves of runs with routers; others have no such records."""
 LAYER = re.compile(r"load_(\d+)")

@@ -8,7 +8,8 @@ from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.loop import metrics
 
 SHOWN = 8
-"""Steps that are shown of each prompt: the last ones."""
+"""Steps that are shown of each prompt: the first, and the last ones."""
+BLANK = '<span class="quiet">white space only</span>'
 
 
 def texts_html(run: RunDirectory) -> str:
@@ -24,9 +25,18 @@ def texts_html(run: RunDirectory) -> str:
         name, text = (str(record.get(key, "")) for key in ("name", "text"))
         by_name.setdefault(name, []).append((record["step"], text))
     tables = [
-        f"<h3><code>{html.escape(name)}</code></h3><table>"
-        + "".join(f"<tr><th>step {step:,}<td><pre>{html.escape(text)}</pre>" for step, text in rows[-SHOWN:])
-        + "</table>"
+        f"<h3>after <code>{html.escape(name)}</code></h3><table>{''.join(map(_row, _some(rows)))}</table>"
         for name, rows in by_name.items()
     ]
-    return f"<h2>Samples</h2>{''.join(tables)}" if tables else ""
+    return f"<h2>Samples by step</h2>{''.join(tables)}" if tables else ""
+
+
+def _some(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the first row and the last ones."""
+    return rows if len(rows) <= SHOWN else [rows[0], *rows[1 - SHOWN :]]
+
+
+def _row(row: tuple[int, str]) -> str:
+    step, text = row
+    cell = f"<pre>{html.escape(text)}</pre>" if text.strip() else BLANK
+    return f"<tr><th>step {step:,}<td>{cell}"

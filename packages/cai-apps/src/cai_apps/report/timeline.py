@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 ROWS = {"compute": "compute", "to_device": "to device", "to_host": "to host", "host": "host step"}
 DISK = {"disk": "disk"}  # a row where there is something in it
 NARROW = 0.04  # of the whole: a span below carries no name
+THIN = 0.001
+"""Part of the whole that a span is drawn as at least, so that it can be seen."""
 MANY = 24  # spans in a lane, above which none carries one
 
 
@@ -37,11 +39,14 @@ def draw_timeline(timeline: Timeline) -> Figure:
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     times = [*timeline.times, max(timeline.end, timeline.times[-1])]
     kinds = {kind: [*values, values[-1]] for kind, values in timeline.memory.items()}
-    gigabytes = [[nbytes / 1e9 for nbytes in values] for values in kinds.values()]
-    axes.stackplot(times, *gigabytes, labels=list(kinds), step="post", alpha=0.8)
+    fullest = max(map(sum, zip(*kinds.values(), strict=True)))
+    unit, name = (1e9, "GB") if max(fullest, timeline.budget or 0) >= 1e8 else (1e6, "MB")
+    sizes = [[nbytes / unit for nbytes in values] for values in kinds.values()]
+    axes.stackplot(times, *sizes, labels=list(kinds), step="post", alpha=0.8)
     if timeline.budget is not None:
-        axes.axhline(timeline.budget / 1e9, color="black", linestyle="--", label="budget")
-    axes.set_ylabel("device memory (GB)")
+        label = f"budget, {timeline.budget / unit:.3g} {name}"
+        axes.axhline(timeline.budget / unit, color="black", linestyle="--", label=label)
+    axes.set_ylabel(f"device memory ({name})")
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=len(kinds) + 1, fontsize="small", frameon=False
     )
@@ -51,15 +56,25 @@ def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
     rows = ROWS | (DISK if timeline.lanes.get("disk") else {})
     for row, lane in enumerate(rows):
         spans = timeline.lanes.get(lane, [])
-        bars = [(begin, end - begin) for begin, end, _ in spans]
+        bars = [(begin, max(end - begin, THIN * timeline.end)) for begin, end, _ in spans]
         axes.broken_barh(bars, (row - 0.4, 0.8), color=f"C{row}", edgecolor="white", linewidth=0.3)
         for begin, end, name in spans:
             if len(spans) <= MANY and end - begin > NARROW * timeline.end:
                 short = name.removesuffix(".weight")
                 axes.text((begin + end) / 2, row, short, ha="center", va="center", fontsize=6, clip_on=True)
-    axes.set_yticks(range(len(rows)), list(rows.values()))
+    labels = [_label(name, timeline.lanes.get(lane, []), timeline.end) for lane, name in rows.items()]
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("seconds")
+
+
+def _label(name: str, spans: list[tuple[float, float, str]], total: float) -> str:
+    """Return the name of a lane with the share of the step in which something happens there."""
+    busy, end = 0.0, 0.0
+    for begin, stop, _ in sorted(spans):
+        busy += max(stop - max(begin, end), 0.0)
+        end = max(end, stop)
+    return f"{name}, {busy / total:.0%}" if spans and total else f"{name}: nothing"
 
 
 def timeline_svg(timeline: Timeline) -> str:

@@ -7,6 +7,8 @@ from cai_apps.report.plots import LOSS, Curve
 from cai_apps.report.routing import CURVES, routing_rows
 from cai_apps.run.loop.metrics import need
 
+SPEED, OPTIMIZER = "Speed", "Gradients and learning rate"
+"""Parts of the page."""
 VALIDATED = (
     ("validation_loss", "validation loss", ".4f"),
     ("validation_perplexity", "validation perplexity", ",.2f"),
@@ -33,14 +35,20 @@ def training_page(unit: str) -> Page:
         ]
         rows += _validated(records) + routing_rows(records)
         if last.get("tflops") is not None:
-            rows.append(("TFLOP/s of a rank", f"{_mean(later, 'tflops'):,.1f}"))
+            rows.append(("TFLOP/s of a rank", f"{_mean(later, 'tflops'):,.4g}"))
         shares = (("mfu", "MFU, causal attention"), ("mfu_full_attention", "MFU, full attention"))
         return rows + [
             (name, f"{_mean(later, key):.1%}") for key, name in shares if last.get(key) is not None
         ]
 
-    curves = (LOSS, Curve("gradient norm", ("grad_norm",)), Curve("learning rate", ("lr",)))
-    return Page((*curves, Curve(f"{unit} per second", (rate,)), *CURVES), summary)
+    curves = (
+        LOSS,
+        Curve(f"{unit} per second", (rate,), SPEED),
+        Curve("share of the device's peak (MFU)", ("mfu", "mfu_full_attention"), SPEED),
+        Curve("gradient norm", ("grad_norm",), OPTIMIZER),
+        Curve("learning rate", ("lr",), OPTIMIZER, smooth=False),
+    )
+    return Page((*curves, *CURVES), summary)
 
 
 def _validated(records: list[dict]) -> list[tuple[str, str]]:
@@ -48,7 +56,7 @@ def _validated(records: list[dict]) -> list[tuple[str, str]]:
     need(records, (), maybe=[key for key, *_ in VALIDATED])
     last = next((record for record in reversed(records) if "validation_loss" in record), {})
     return [
-        (f"{name}, step {last['step']:,}", f"{last[key]:{form}}")
+        (f"last {name}", f"{last[key]:{form}} (step {last['step']:,})")
         for key, name, form in VALIDATED
         if last.get(key) is not None
     ]
