@@ -317,7 +317,6 @@ def changed(folder: Path, target: Path, **options) -> Path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"use_dora": True}, "use_dora"),
         ({"peft_type": "IA3"}, "IA3"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
-from cai_apps.applications.language.generate import Place, _model
+from cai_apps.applications.language.generate import Place, open_model
 from cai_apps.applications.language.model import on_meta
 from cai_apps.applications.language.task import export_adapter, export_hf, trained_weights, workload
 from cai_apps.compose.adapter_files import load_adapter
@@ -266,7 +266,7 @@ def test_an_adapter_of_some_layers_answers_as_in_peft(tmp_path):
         if ".lora_B." in name:
             nn.init.normal_(param, std=0.3)
     model.save_pretrained(tmp_path / "adapter")
-    ours = _model(Place(tmp_path / "base", tmp_path / "adapter"), torch.device("cpu"))
+    ours = open_model(Place(tmp_path / "base", tmp_path / "adapter"), torch.device("cpu"))
     with torch.no_grad():
         logits, expected = (each(input_ids=batch(0)[0]).logits for each in (ours, model))
         with model.disable_adapter():

@@ -28,7 +28,9 @@ from torch import nn
 from cai_apps.applications.language.config import LoRA
 from cai_apps.applications.language.task import export_adapter, export_hf, trained_weights, workload
 from cai_apps.compose.apply import apply
+from cai_apps.compose.dora import MAGNITUDES, with_lengths
 from cai_apps.compose.lora import is_adapter
+from cai_apps.config.optimizer import OptimizerGroup
 from cai_apps.config.validation import check_adapters
 from cai_apps.data.tokenizer import train_tokenizer
 from cai_kernels import convert_to_fp8
@@ -72,6 +74,9 @@ OPTIONS = {
     "tied": ("tied", replace(LORA, modules_to_save=("embed_tokens",))),
     "Conv1D": ("gpt2", replace(LORA, modules_to_save=("lm_head",), rank_stabilized=True)),
     "dropout": ("llama", replace(LORA, dropout=0.3)),
+    "dora": ("llama", replace(LORA, dora=True)),
+    "dora Conv1D": ("gpt2", replace(LORA, dora=True, rank_stabilized=True)),
+    "dora dropout": ("llama", replace(LORA, dora=True, dropout=0.3)),
     "last block": ("llama", replace(LORA, targets=("3.self_attn.q_proj", "3.mlp.down_proj"))),
     "first block": ("llama", replace(LORA, targets=("0.self_attn.q_proj", "0.mlp.down_proj"))),
 }
@@ -79,13 +84,13 @@ OPTIONS = {
 TOGETHER = {
     "one": tuple(OPTIONS),
     "data2-zero1": ("plain", "dropout", "learned"),
-    "data2-zero3": ("plain", "dropout", "tied", "Conv1D"),
+    "data2-zero3": ("plain", "dropout", "tied", "Conv1D", "dora", "dora Conv1D", "dora dropout"),
     "data2-zero3-kernels": ("plain", "learned"),
-    "one-compiled": ("plain", "tied"),
-    "host": ("plain", "learned", "tied"),
+    "one-compiled": ("plain", "tied", "dora"),
+    "host": ("plain", "learned", "tied", "dora"),
     "tensor2": ("plain", "learned", "stabilized", "Conv1D"),
     "pipeline2": ("plain", "tied", "last block", "first block"),
-    "data2-pipeline2-zero3": ("plain", "learned", "last block"),
+    "data2-pipeline2-zero3": ("plain", "learned", "last block", "dora"),
 }
 """Options that a layout's ranks go through, one after the other."""
 EXPORTED = ("one", "data2-zero1", "data2-zero3", "host", "documents", "tensor2", "pipeline2", "2x2x2-kernels")
@@ -102,6 +107,9 @@ def config_of_model(name: str):
 def config_of(layout: str, option: str = "plain"):
     case, dtype = (LAYOUTS | FP8)[layout], "fp32" if layout in FP8 else "fp64"
     config = replace(run_config(case, dtype, STEPS), lora=OPTIONS[option][1])
+    if config.lora.dora:  # peft's decay would draw lengths to 0, and this one draws them to those of the base
+        groups = {"lengths": OptimizerGroup(match=f"*{MAGNITUDES}", weight_decay=0.0)}
+        config = replace(config, optimizer=replace(config.optimizer, groups=groups))
     if layout == "host":
         config = replace(config, memory=replace(config.memory, residency="host"))
     return config
@@ -142,7 +150,7 @@ def _export(session, directory: Path) -> None:
     dist.barrier()
     tokenizer = directory / "tokenizer"
     export_hf(session, directory / "export", tokenizer)
-    weights, model = trained_weights(session), session.model.config
+    weights, model = with_lengths(session.model, trained_weights(session)), session.model.config
     export_adapter(weights, session.config, model, directory / "adapter", tokenizer, "of the base")
 
 
@@ -209,6 +217,7 @@ def plain_loop(
         lora_alpha=lora.alpha,
         use_rslora=lora.rank_stabilized,
         lora_dropout=lora.dropout,
+        use_dora=lora.dora,
         target_modules=list(lora.targets) or "all-linear",
         modules_to_save=[WHOLE_NAMES.get(name, name) for name in lora.modules_to_save] or None,
         ensure_weight_tying=option in ("tied", "Conv1D"),
@@ -218,19 +227,37 @@ def plain_loop(
     for name, param in [*model.named_parameters(), *model.named_buffers()]:
         if name_here(name).replace(".original_module", "") in first:
             param.data.copy_(first[name_here(name).replace(".original_module", "")])
+    lengths = lengths_of(model)
     if linear == "fp8":
         convert_to_fp8(model.float(), scaling="row", skip=lambda name, _: "lora_" in name)
     learned = {name_here(name): p for name, p in model.named_parameters() if p.requires_grad}
     optimizer, losses, gradients = adamw(model), [], {}
+    without_decay = [p for name, p in learned.items() if name in lengths]
+    optimizer.param_groups[0]["params"] = [p for name, p in learned.items() if name not in lengths]
+    optimizer.add_param_group({"params": without_decay, "weight_decay": 0.0})
     for step in range(STEPS):
         loss = _plain_step(model, step, places if lora.dropout else [])
         gradients = gradients or {name: p.grad.clone() for name, p in learned.items()}
         nn.utils.clip_grad_norm_(learned.values(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
-    return losses, gradients, {name: p.detach().clone() for name, p in learned.items()}, model
+    last = {name: p.detach() - lengths.get(name, 0.0) for name, p in learned.items()}
+    return losses, gradients, last, model
+
+
+def lengths_of(model) -> dict[str, torch.Tensor]:
+    """Let lengths of rows (DoRA) begin as those of the base; return them by name."""
+    lengths = {}
+    for name, param in model.named_parameters():
+        if name.endswith(MAGNITUDES):
+            layer = model.get_submodule(name.removesuffix(MAGNITUDES))
+            weight = layer.base_layer.weight
+            param.data = (weight.T if layer.fan_in_fan_out else weight).detach().norm(dim=1)
+            lengths[name_here(name)] = param.detach().clone()
+    return lengths
 
 
 def _plain_step(model, step: int, places: list[dict[str, int]]) -> float:

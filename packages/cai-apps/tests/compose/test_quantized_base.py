@@ -14,7 +14,7 @@ from layouts import VOCAB, Case, adamw, batch, full, parameters_of, rate, run_co
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
-from cai_apps.applications.language.generate import _model, continued, place_of
+from cai_apps.applications.language.generate import continued, open_model, place_of
 from cai_apps.applications.language.rules import check_base
 from cai_apps.applications.language.task import LanguageTask, export_hf, workload
 from cai_apps.compose.apply import apply
@@ -253,7 +253,7 @@ def test_what_generates_has_the_same_numbers(kind, adapted, home, tmp_path):
     place = place_of(home / "base", adapter, str(tmp_path / "cache"), kind)
     ids = batch(0)[0]
     with torch.no_grad():
-        got = _model(place, torch.device("cpu"))(input_ids=ids).logits
+        got = open_model(place, torch.device("cpu"))(input_ids=ids).logits
         torch.testing.assert_close(got, expected.eval()(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
     tokenizer = load_tokenizer(home / "tokenizer")
     text = continued(place, tokenizer, ids[0, :8].tolist(), Sampling(max_tokens=8, temperature=0))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose.dora import MAGNITUDES, write_lengths
 from cai_apps.compose.expert_adapters import file_key, file_shape, from_file, is_expert_adapter, to_file
 from cai_apps.compose.lora import full_tensors, is_adapter
 from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter, read_adapter
@@ -37,7 +38,11 @@ def names_in_file(model: nn.Module) -> dict[str, list[str]]:
 
 def key_of(model: nn.Module, name: str) -> str:
     """Return what a file calls a parameter of a model with adapters, after peft's prefix."""
-    return file_key(model, name) if is_expert_adapter(name) else name.replace(".default.", ".")
+    if is_expert_adapter(name):
+        return file_key(model, name)
+    return (
+        name.removesuffix(".default.weight") if name.endswith(MAGNITUDES) else name.replace(".default.", ".")
+    )
 
 
 def check_adapter(adapter: Adapter, model: nn.Module) -> None:
@@ -108,22 +113,27 @@ def check_trained_beside(adapter: Adapter, name: str, digest: str | None) -> str
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> None:
-    """Fill what a folder that `check_adapter` has passed holds of a model with adapters, on any layout."""
+    """Fill what a folder that `check_adapter` has passed holds of a model with adapters, on any layout. Collective.
+
+    The weights beside which they learn are there already: learned lengths of rows are kept less those of these.
+    """
     directory, stored = Path(directory).expanduser(), read_adapter(directory).shapes
 
     def key(name: str) -> str | None:
-        present = not is_expert_adapter(name) and key_of(model, name) in stored
+        other = is_expert_adapter(name) or name.endswith(MAGNITUDES)
+        present = not other and key_of(model, name) in stored
         return f"{PREFIX}{key_of(model, name)}" if present else None
 
     load_hf(model, directory, file=WEIGHTS, names=key)
-    _load_expert_adapters(model, directory)
+    _load_others(model, directory)
 
 
-def _load_expert_adapters(model: nn.Module, directory: Path) -> None:
-    """Fill this rank's parts of adapters beside experts, whose matrices a file has in another order."""
+def _load_others(model: nn.Module, directory: Path) -> None:
+    """Fill what a file has in another form: matrices of experts by their order, lengths of rows without a base."""
     from safetensors import safe_open
 
     with safe_open(directory / WEIGHTS, "pt") as file:
+        write_lengths(model, lambda name: file.get_tensor(PREFIX + key_of(model, name)))
         for name, param in model.named_parameters():
             if is_expert_adapter(name):
                 boxed = BoxedTensor.from_param(param)

@@ -159,7 +159,7 @@ def rewrite(
         model,
         mesh,
         mode=tensor.mode,
-        logits="sharded",
+        logits=workload.logits,
         sequence=tensor.sequence,
         overlap=_overlaps(config, device),
         trial=workload.trial,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose.dora import BASE, is_linear, no_rows, scale_merged, scale_rows
 from cai_apps.compose.expert_adapters import (
     adapted_layers,
     add_expert_adapters,
@@ -43,7 +44,7 @@ from cai_mesh.layout import BoxedTensor
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.weight"
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 FILE = "pytorch_lora_weights.safetensors"
 """What diffusers and peft call the file of a model's adapters."""
 METADATA = "lora_adapter_metadata"
@@ -66,19 +67,24 @@ def add_adapters(model: nn.Module, lora: LoRA, targets: Sequence[str], learned: 
         learned: names of modules that are trained whole, of `learned_modules`.
 
     Raises:
-        ConfigError: a target is no layer of the model, or neither a linear layer nor a convolution nor of experts.
+        ConfigError: a target is no layer of the model, or neither a linear layer nor a convolution nor of experts; or
+            rows of what is not linear are to have lengths.
     """
     from peft import inject_adapter_in_model
 
     experts = expert_parameters(model, targets)
     layers = without_experts(model, targets)
     check_targets(model, layers)
+    if lora.dora:
+        _check_rows(model, layers, experts)
     model.requires_grad_(False)
     if layers:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # it sees which layers have it
-            inject_adapter_in_model(peft_options(lora, layers), model)
+            inject_adapter_in_model(peft_options(replace(lora, dora=False), layers), model)
         _check_left_linear(model)
+    if lora.dora:
+        scale_rows(model)
     add_expert_adapters(model, lora, scale_of(lora), experts)
     for name in learned:
         model.get_submodule(name).requires_grad_(True)
@@ -103,6 +109,15 @@ def _check_left_linear(model: nn.Module) -> None:
         )
 
 
+def _check_rows(model: nn.Module, targets: Sequence[str], experts: Sequence[str]) -> None:
+    """Raise ConfigError where rows of a target would have no length that DoRA learns."""
+    named = dict(model.named_modules())
+    layers = [name for target in targets for name in matching(named, target)]
+    other = next(iter([*experts, *(name for name in layers if not is_linear(named[name]))]), None)
+    if other is not None:
+        raise no_rows(f"the target {other}")
+
+
 def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     """Raise the ConfigError of `add_adapters`."""
     named = dict(model.named_modules())
@@ -120,13 +135,6 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
                 expected="linear layers or convolutions, or matrices of experts, by their names or the ends of them",
                 fix=did_you_mean(target, sorted(ends | expert_ends(model))),
             )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, also of GPT-2's kind, whose weight has the inputs first."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, nn.Linear | Conv1D)
 
 
 def matching(names: Iterable[str], end: str) -> list[str]:
@@ -183,6 +191,7 @@ def peft_options(lora: LoRA, targets: Sequence[str], parameters: Sequence[str] =
         use_rslora=lora.rank_stabilized,
         target_modules=list(targets),
         lora_dropout=lora.dropout,
+        use_dora=lora.dora,
         target_parameters=list(parameters) or None,
     )
 
@@ -197,7 +206,7 @@ def scale_of(lora: LoRA) -> float:
 
 
 def initialize(module: nn.Module, name: str) -> None:
-    """Fill a module of an adapter as peft does: A by torch's own rule for layers, B with zeros.
+    """Fill a module of an adapter as peft does: A by torch's own rule for layers, B and what rows learn with zeros.
 
     Args:
         name: the module's name in the model.
@@ -211,7 +220,7 @@ def initialize(module: nn.Module, name: str) -> None:
 
 def is_adapter(name: str) -> bool:
     """Return whether a layer or a parameter of that name belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return any(part in name for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
 
 
 @contextmanager
@@ -236,7 +245,8 @@ def plain_name(name: str) -> str | None:
 def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> dict[str, BoxedTensor]:
     """Return the weights that a model without adapters would have, by the names they bear beside adapters. Collective.
 
-    A layer with adapters gives its weight with their product added, in float32 at least.
+    A layer with adapters gives its weight with their product added, and with the lengths that its rows have learned, in
+    float32 at least.
 
     Args:
         model: the model with its adapters.
@@ -264,7 +274,7 @@ def merged(model: nn.Module, weights: Mapping[str, BoxedTensor], lora: LoRA) -> 
         added = scale_of(lora) * added
         pieces = tuple((box, value.cpu().to(dtype) + added[box.slices()]) for box, value in boxed.pieces)
         joined[name] = replace(boxed, pieces=pieces, dtype=dtype, lend=None)
-    return joined
+    return scale_merged(model, joined, adapters) if lora.dora else joined
 
 
 def save_adapters(

@@ -98,6 +98,20 @@ def materialize(
     values = InitialValues(
         model, initializer, seed=seed, dtype=dtype, device=device, frozen=frozen, pretrained=pretrained
     )
+    materialize_from(values, finished=finished)
+    return model
+
+
+@torch.no_grad()
+def materialize_from(
+    values: InitialValues, *, finished: Callable[[Sequence[nn.Module]], None] | None = None
+) -> None:
+    """Give the model of some initial values its real parameters and buffers, in place.
+
+    Args:
+        values: the values.
+        finished: as for `materialize`.
+    """
     local_params: dict[nn.Parameter, nn.Parameter] = {}
     uses = Counter(param for group in values.groups for param in {site[2] for site in group.sites})
     for group in values.groups:
@@ -111,7 +125,6 @@ def materialize(
                 del local_params[param]
         if finished is not None:
             finished(group.modules)
-    return model
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def causal_model(config: PretrainedConfig) -> PreTrainedModel:
     return without_values(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
-def without_values(model: PreTrainedModel) -> PreTrainedModel:
+def without_values(model: nn.Module) -> Any:
     """Return a model that is on the meta device in part, with all its parameters there; another as it is."""
     import torch
 

@@ -33,22 +33,24 @@ def check_causal(directory: Path) -> None:
         )
 
 
-def check_room(directory: Path, room: int) -> None:
+def check_room(directory: Path, room: int, *, ranks: int = 1) -> None:
     """Raise ConfigError where the weights of a directory are larger than a GPU has room for.
 
     Args:
         directory: a directory of Hugging Face with weights in safetensors.
         room: bytes that are free on the GPU.
+        ranks: GPUs over which the weights are divided.
     """
     names = weight_files(directory, error=ConfigError).names
     size = sum((directory / name).stat().st_size for name in names)
-    if size > room:
-        ranks = 1 << (-(-size // max(room, 1)) - 1).bit_length()
+    if size // ranks > room:
+        enough = 1 << (-(-size // max(room, 1)) - 1).bit_length()
         raise ConfigError(
             f"the weights of {directory} are larger than what is free on the GPU",
-            got=f"{size / 2**30:.1f} GiB",
+            got=f"{size / ranks / 2**30:.1f} GiB",
             expected=f"at most {room / 2**30:.1f} GiB",
-            fix=f"take {ranks} tensor ranks, each on a GPU (LLM(model, ranks=...)), or --base nf4 of cai generate",
+            fix=f"take {enough} tensor ranks, each on a GPU (`cai serve --tensor {enough}`, LLM(model, ranks=...)), or "
+            "--base nf4",
         )
 
 

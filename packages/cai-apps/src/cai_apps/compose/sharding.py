@@ -183,19 +183,22 @@ def sharding_options(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
+def stepped_options(config: RunConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the stage of 0 to 2, and how what its optimizer steps travels."""
+    return {
+        "stage": config.parallel.zero,
+        "overlap_gather": True,
+        "compression": _compression(config.parallel),
+        "copy_engines": _copy_engines(config, mesh),
+    }
+
+
 def _shard_optimizer(
     config: RunConfig, model: nn.Module, mesh: DeviceMesh, precision: MixedPrecision
 ) -> Weights:
-    optimizer = shard_optimizer(
-        make_optimizer(config, model, mesh),
-        mesh,
-        model=model,
-        stage=config.parallel.zero,
-        precision=precision,
-        overlap_gather=True,
-        compression=_compression(config.parallel),
-        copy_engines=_copy_engines(config, mesh),
-    )
+    optimizer = make_optimizer(config, model, mesh)
+    options = stepped_options(config, mesh)
+    optimizer = shard_optimizer(optimizer, mesh, model=model, precision=precision, **options)
     return Replicated(model, optimizer, stay=not splits_master(config))
 
 

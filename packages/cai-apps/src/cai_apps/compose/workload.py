@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,8 @@ class Workload:
         experts: the options of the model's routers, resolved; None: nobody looks at routers.
         token_weights: keyword arguments of the model -> the weight of each place in what routers add up, [samples,
             places], 0 for what fills a row; None: all count.
+        logits: the form of the logits of a model whose output layer tensor ranks cut: "sharded", for a loss that takes
+            them so, or "whole", for one that knows nothing of ranks.
         trial: a small model of the same kind, on which `cai_pipeline.split` and `cai_tensor_parallel.parallelize` try
             themselves; None: made of a transformers config.
     """
@@ -121,6 +123,7 @@ class Workload:
     chooses_places: bool = False
     experts: Experts | None = None
     token_weights: Callable[[Mapping[str, Any]], Tensor | None] = _all_count
+    logits: Literal["sharded", "whole"] = "sharded"
     trial: Trial | None = None
 
 

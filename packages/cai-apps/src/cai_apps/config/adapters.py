@@ -1,8 +1,8 @@
 """Folders of adapters as peft writes them, read without torch.
 
 adapter_config.json          rank, alpha, layers, and which of peft's methods it is
-adapter_model.safetensors    base_model.model.LAYER.lora_A.weight, ...lora_B.weight; MODULE.weight of what was
-                             trained whole
+adapter_model.safetensors    base_model.model.LAYER.lora_A.weight, ...lora_B.weight, ...lora_magnitude_vector (DoRA);
+                             MODULE.weight of what was trained whole
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cai_mesh.files import check_header, header_metadata
 OPTIONS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The beginning of every name in the file of weights."""
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B, MAGNITUDES = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 BASE_DIGEST = "base_digest"
 """Key of the digest of the base's weights, in the head of a file of weights that was written here."""
 
@@ -31,7 +31,7 @@ HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
     "megatron_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r",
-    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """Keys that are read here, or that say nothing of what an adapter adds. `layers_to_transform` and the like choose
 layers, which the names of the tensors say as well."""
@@ -49,6 +49,7 @@ class Adapter:
         rank: the rank of all its adapters.
         alpha: their alpha.
         rank_stabilized: whether alpha is divided by the root of the rank.
+        dora: whether rows of its layers have lengths of their own.
         targets: its layers, by names or ends of them.
         modules: names of modules that were trained whole.
         keeps_ties: whether what the base ties is one tensor here too.
@@ -61,6 +62,7 @@ class Adapter:
     rank: int
     alpha: int
     rank_stabilized: bool
+    dora: bool
     targets: tuple[str, ...]
     modules: tuple[str, ...]
     keeps_ties: bool
@@ -86,7 +88,8 @@ def read_adapter(place: str | Path) -> Adapter:
     header = check_header(directory / WEIGHTS, error=ConfigError)
     shapes = {_stripped(directory, name): tuple(entry["shape"]) for name, entry in header.items()}
     layers = tuple(sorted(name.removesuffix(A) for name in shapes if name.endswith(A)))
-    modules = {name for name in shapes if not name.endswith((A, B))}
+    parts_of_layers = (A, B, MAGNITUDES) if table.get("use_dora") else (A, B)
+    modules = {name for name in shapes if not name.endswith(parts_of_layers)}
     if parts := sorted(name for name in modules if ".lora_" in name):
         raise _unsupported(
             directory, f"the tensor {parts[0]}", "adapters of another kind than LoRA's A and B"
@@ -101,6 +104,7 @@ def read_adapter(place: str | Path) -> Adapter:
         _whole_number(directory, table, "r"),
         _whole_number(directory, table, "lora_alpha"),
         bool(table.get("use_rslora")),
+        bool(table.get("use_dora")),
         _targets(table, layers),
         tuple(sorted({name.rpartition(".")[0] for name in modules})),
         bool(table.get("ensure_weight_tying")),

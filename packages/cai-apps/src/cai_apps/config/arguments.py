@@ -40,13 +40,16 @@ def parse(kind: type[T], arguments: list[str], *, command: str) -> T:
             fix=f"`cai {command} --help` shows them",
         )
     ranges.check(options, flags=True)
-    paths = {
-        field.name: value.expanduser()
-        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if isinstance(value := getattr(options, field.name), Path)
-    }
-    _check_filled(paths, arguments)
-    return dataclasses.replace(options, **paths)  # type: ignore[type-var]
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    paths = {name: value.expanduser() for name, value in values.items() if isinstance(value, Path)}
+    lists = {name: value for name, value in values.items() if _are_paths(value)}
+    _check_filled(paths | {name: path for name, several in lists.items() for path in several}, arguments)
+    expanded = {name: tuple(path.expanduser() for path in several) for name, several in lists.items()}
+    return dataclasses.replace(options, **paths, **expanded)  # type: ignore[type-var]
+
+
+def _are_paths(value: object) -> bool:
+    return isinstance(value, tuple) and any(isinstance(part, Path) for part in value)
 
 
 def _check_filled(paths: dict[str, Path], arguments: list[str]) -> None:

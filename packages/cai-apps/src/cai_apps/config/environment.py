@@ -24,9 +24,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher started this process as one of its ranks.
 
     Raises:
-        ConfigError: only some of the variables a launcher sets are there, or one has a value that no launcher sets.
+        ConfigError: only some of the variables a launcher sets are there, or one has a value that no launcher sets;
+            or srun started several processes that do not know their ranks.
     """
     if "RANK" not in environment:
+        _refuse_tasks_of_slurm(environment)
         return False
     missing = [name for name in LAUNCHER_VARIABLES if name not in environment]
     if missing:
@@ -52,6 +54,22 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     if "LOCAL_WORLD_SIZE" in environment:
         number_in(environment, "LOCAL_WORLD_SIZE", least=1, most=world)
     return True
+
+
+def _refuse_tasks_of_slurm(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for one of several tasks of an srun, each of which would be a run of its own."""
+    if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
+        return
+    tasks = number_in(environment, "SLURM_STEP_NUM_TASKS", least=1)
+    if tasks > 1:
+        raise ConfigError(
+            "srun started several tasks, and RANK is not set",
+            got=f"SLURM_STEP_NUM_TASKS={tasks}",
+            expected=", ".join(LAUNCHER_VARIABLES),
+            cause="each task would be a run of its own: srun numbers tasks as SLURM_PROCID and not as RANK",
+            fix="start one task a machine, with `cai run --nnodes ... train ...`; or export RANK, WORLD_SIZE and "
+            "LOCAL_RANK from SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID, with MASTER_ADDR and MASTER_PORT",
+        )
 
 
 def check_address(name: str, host: str, seconds: float = RESOLVE_SECONDS) -> None:

@@ -28,6 +28,7 @@ class OptimizerGroup:
     lr: Annotated[float | None, RATE] = None
     """Peak learning rate."""
     weight_decay: Annotated[float | None, NATURAL] = None
+    """Weight decay."""
     adamw: bool = False
     """muon: step these by AdamW, as embeddings, the output layer and what is no matrix always are."""
 
@@ -49,6 +50,7 @@ class Optimizer:
     momentum: Annotated[float, PART] = 0.95
     """muon, lars."""
     weight_decay: Annotated[float, NATURAL] = 0.1
+    """Decoupled weight decay: a step takes lr times this share of each weight away."""
     state: Literal["fp32", "bf16", "int8"] = "fp32"
     """adamw: how its moments are kept; fewer bits are rounded stochastically. With precision.compute = "fp64" fp32
     means fp64."""

@@ -63,7 +63,8 @@ class Pipeline:
     several; zb-v, v-half, v-min and dualpipe-v are for two. bfs (breadth first) runs all microbatches through a stage
     before it begins with the next. Weight gradients of zb-h1 and of those for two chunks fill what would be idle;
     v-half and v-min keep half and a third of the activations of 1f1b. auto measures the second step and orders the
-    passes anew for its times and the memory that is left; two chunks lie in a V then."""
+    passes anew for its times and the memory that is left; with two chunks the stages are placed in a V, the first and
+    the last of them on the same rank."""
     balance: Annotated[tuple[int, ...], COUNT] = ()
     """Layers of each stage, in the order of the stages. Empty: as many as make ranks cost alike, counted in parameters
     of layers and head, of experts those that a token visits."""
@@ -121,7 +122,7 @@ class Memory:
     what costs little for its bytes; results of matrix products and of attention are kept. most: all but attention,
     which costs most where sequences are long. full: all of a block, of which only the input is kept."""
     activations: Literal["device", "host"] = "device"
-    """Where what full recompute keeps, the inputs of blocks, waits for backward."""
+    """Where the inputs of blocks, which full recompute keeps, are stored until backward."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,9 @@ class Train:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile of every block; auto: on GPUs only."""
     kernels: Literal["auto", "on", "off"] = "auto"
-    """cai_kernels in place of norms, rotary embeddings, gated activations and the loss, and the fastest of torch's
-    operators for attention; auto: on GPUs, and where blocks are compiled for attention and the loss alone, whose logits
-    are then never whole. on: layers of experts too."""
+    """cai_kernels in place of norms, rotary embeddings, gated activations, layers of experts and the loss, and the
+    fastest of torch's operators for attention; auto: on GPUs; where blocks are compiled, only for attention, experts
+    and the loss, whose logits are then never whole."""
     validate_every: Annotated[int, NATURAL] = 0
     """Steps between validations; 0: none."""
     validation_batches: Annotated[int, COUNT] = 4
@@ -189,9 +190,21 @@ class Checkpoint:
     keep_last: Annotated[int | None, COUNT] = 2
     """Newest checkpoints to keep. 1 keeps 2: the newest is proven by the step after it, which may show that it leads to
     numbers that are not finite; the run then goes on from the one before. None: all."""
+    best: bool = False
+    """Keep the checkpoint of the lowest validation loss, too, in best/ of the run directory; `keep_last` does not count
+    it. Commands that take a model take RUN/best."""
     resume: Annotated[str, FILLED] = "auto"
     """auto: from the run directory's newest checkpoint that verifies, if it has any; never; or the directory of a
     checkpoint or of checkpoints."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    patience: Annotated[int, NATURAL] = 0
+    """Validations in a row without an improvement after which the run ends, as if its last step was done; 0: it does
+    not."""
+    min_delta: Annotated[float, NATURAL] = 0.0
+    """What a validation loss must be lower than the lowest before it by, at least, to be an improvement."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +246,8 @@ class LoRA:
     blocks, of a diffusion model the projections of attention."""
     dropout: Annotated[float, PART] = 0.0
     """Part of its inputs that an adapter drops in training."""
+    dora: bool = False
+    """Learn the length of each row of a layer as well (DoRA, arXiv:2402.09353), of linear layers of language models."""
 
 
 @dataclass(frozen=True)
@@ -271,4 +286,5 @@ class RunConfig:
     lr_schedule: LrSchedule = field(default_factory=LrSchedule)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     log: Log = field(default_factory=Log)

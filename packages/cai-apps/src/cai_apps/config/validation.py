@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from cai_apps.config import ranges
 from cai_apps.config.environment import hang_limit, launched
+from cai_apps.config.held_out import check_validates
 from cai_apps.config.memory import check_memory
 from cai_apps.config.optimizer import check_optimizer
 from cai_apps.config.precision import check_master
@@ -265,6 +266,7 @@ def resolve(config: R, world_size: int) -> R:
     config = replace(config, parallel=replace(config.parallel, shard=shard))
     check_memory(config, world_size)
     check_master(config)
+    check_validates(config)
     check_optimizer(config.optimizer)
     check_samples(config)
     check_wire(config.parallel)
@@ -377,26 +379,18 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
             cause="each rank would drop other inputs of the same adapter",
             fix="set lora.dropout to 0, or raise parallel.shard in place of parallel.tensor.size",
         )
+    if tensor.size > 1 and lora.dora:
+        raise ConfigError(
+            "lengths of rows (DoRA) of layers that tensor-parallel ranks cut",
+            got=f"parallel.tensor.size = {tensor.size}, lora.dora = true",
+            fix="leave lora.dora out, or raise parallel.shard in place of parallel.tensor.size",
+        )
     if weights == "random":
         raise ConfigError(
             "adapters over random weights",
             got=f'model.weights = "random", lora.rank = {lora.rank}',
             cause="layers that start at zero, the last among them, would stay there: nothing could be learned",
             fix='set model.weights to "pretrained", and model.name to a directory or a hub id',
-        )
-
-
-def check_validation(config: RunConfig, fraction: float) -> None:
-    """Raises ConfigError for validation without data.
-
-    Args:
-        fraction: part of the data that is kept for it.
-    """
-    if config.train.validate_every and not fraction:
-        raise ConfigError(
-            "there is nothing to validate on",
-            got=f"train.validate_every = {config.train.validate_every}, data.validation_fraction = 0",
-            fix="set data.validation_fraction, such as to 0.02, or train.validate_every to 0",
         )
 
 
@@ -426,6 +420,7 @@ def microbatches(config: RunConfig) -> int:
 def check(config: RunConfig) -> None:
     """Raises CaiError for what can be told of a config before GPUs are counted: all, unless `shard` is open."""
     ranges.check(config)
+    check_validates(config)
     _check_shard(config)
     hang_limit()
     if launched() or config.parallel.shard != -1:
