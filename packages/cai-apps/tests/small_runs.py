@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from cai_mesh.testing import Ended, run_programs
 
 SMALL = {
     "data.limit_bytes": 100_000,
@@ -25,10 +24,9 @@ PAIR = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size"
 ALONE = {"parallel.shard": 1, "parallel.tensor.size": 1, "parallel.pipeline.size": 1, "parallel.zero": 0}
 
 
-def cai(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "cai_apps", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+def cai(*arguments: object) -> Ended:
+    """Run a command of cai to its end."""
+    return run_programs(["-m", "cai_apps", *map(str, arguments)], timeout=200)[0]
 
 
 def flags(run: Path, cache: Path, layout: dict, **more: object) -> list[object]:
@@ -38,11 +36,11 @@ def flags(run: Path, cache: Path, layout: dict, **more: object) -> list[object]:
     return [part for key, value in values.items() for part in (f"--{key}", value)]
 
 
-def attempt(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
+def attempt(run: Path, cache: Path, layout: dict, **more: object) -> Ended:
     return cai("train", "llama-tiny", *flags(run, cache, layout, **more))
 
 
-def train(run: Path, cache: Path, layout: dict, **more: object) -> subprocess.CompletedProcess[str]:
+def train(run: Path, cache: Path, layout: dict, **more: object) -> Ended:
     done = attempt(run, cache, layout, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done

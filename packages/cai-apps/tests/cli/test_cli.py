@@ -11,9 +11,11 @@ import torch
 
 import cai_apps
 from cai_apps import applications
+from cai_apps.applications.language.config import Config
 from cai_apps.cli import COMMANDS, main, modules_of_commands
+from cai_apps.cli.flags import changes_of
 from cai_mesh import checkpoint
-from cai_mesh.errors import CaiError
+from cai_mesh.errors import CaiError, ConfigError
 
 
 def run(capsys, *arguments):
@@ -146,6 +148,13 @@ def test_bad_data_is_found_before_ranks_start(capsys, tmp_path, text, part):
     assert not run_directory.exists()
 
 
+def test_a_run_without_an_export_says_how_to_get_one(capsys, tmp_path):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")
+    code, _, err = run(capsys, "generate", str(tmp_path))
+    assert code == 2
+    assert "has no export yet" in err and f"cai export {tmp_path} DIR" in err
+
+
 def test_report_of_a_run(capsys, tmp_path):
     (tmp_path / "config.toml").write_text("[train]\nsteps = 2\n")
     (tmp_path / "plots").mkdir()
@@ -157,7 +166,8 @@ def test_report_of_a_run(capsys, tmp_path):
     assert code == 0
     page = (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in out
-    assert page.count("<img") == 5
+    assert page.count("<img") == 6  # four curves, memory, the pipeline
+    assert "step of the pipeline" in page and "<details><summary>Configuration" in page
     assert "steps = 2" in page
     assert "http" not in page.replace("http-equiv", "")
 
@@ -177,7 +187,7 @@ def test_doctor_tells_of_memory_and_tests_a_directory(capsys, tmp_path):
 
 def test_json_where_machines_read(capsys, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json")
-    assert code == 0 and ["python", platform.python_version()] in json.loads(out)["versions"]
+    assert code == 0 and json.loads(out)["versions"][0]["value"] == platform.python_version()
     code, out, _ = run(capsys, "recipes", "--json")
     assert code == 0 and "LLaMA" in json.loads(out)["llama-tiny"]
     saved = checkpoint.save(tmp_path, {"weight": torch.ones(2)}, step=3).wait()
@@ -195,3 +205,15 @@ def test_true_is_read_as_toml_writes_it(given):
     flag = "--parallel.tensor.sequence"
     arguments = ["llama-tiny", flag, *given] if given else ["llama-tiny", flag + "=true"]
     assert parse(arguments, command="plan", description="")[0].parallel.tensor.sequence is True
+
+
+def test_a_flag_of_what_is_true_or_false_needs_no_value():
+    flags = ["--lora.dora", "--parallel.tensor.sequence", "--lora.rank", "8", "--data.streaming", "false"]
+    assert changes_of(flags, Config) == {
+        "lora.dora": True,
+        "parallel.tensor.sequence": True,
+        "lora.rank": 8,
+        "data.streaming": False,
+    }
+    with pytest.raises(ConfigError, match=r"--lora\.rank has no value"):
+        changes_of(["--lora.dora", "--lora.rank"], Config)

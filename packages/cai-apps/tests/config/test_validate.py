@@ -212,6 +212,19 @@ def test_launcher_variables():
             launched({key: value for key, value in whole.items() if key != name})
 
 
+def test_tasks_of_srun_that_would_be_runs_of_their_own_are_refused():
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}
+    assert not launched(one)
+    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}), "a batch script, which is no task"
+    with pytest.raises(ConfigError, match="one task a machine"):
+        launched(one | {"SLURM_STEP_NUM_TASKS": "8"})
+    assert launched(
+        one
+        | {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "2"}
+        | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    )
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "reformer", "xlm", "xlnet", "cpmant", "bert-generation"])
 def test_models_that_read_in_both_directions_are_refused(kind):
     with pytest.raises(ConfigError, match="both directions"):

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_runs import cai
 
 from cai_apps import applications, recipes
 from cai_apps.config import file as config_file
 from cai_apps.run.files import changes
 from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import CheckpointError, ConfigError
+from cai_mesh.testing import Ended
 
 SMALL = {
     "train.steps": 2,
@@ -29,10 +31,10 @@ SMALL = {
 }
 
 
-def start(run: Path, values: dict, recipe: str = "llama-tiny") -> subprocess.CompletedProcess[str]:
-    flags = [f"--{key}={value}" for key, value in (values | {"log.directory": run}).items()]
-    command = [sys.executable, "-m", "cai_apps", "train", recipe, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def start(run: Path, values: dict, recipe: str = "llama-tiny") -> Ended:
+    return cai(
+        "train", recipe, *(f"--{key}={value}" for key, value in (values | {"log.directory": run}).items())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +73,8 @@ def test_what_is_meant_is_shown_and_kept(run):
         "  train.steps: 2 -> 3",
     ]
     assert "resumed from" in done.stdout
-    again = subprocess.run(
-        [sys.executable, "-m", "cai_apps", "train", str(place / "config.toml")],
-        capture_output=True,
-        timeout=120,
-    )
-    assert again.returncode == 0 and b"changed" not in again.stdout
+    again = cai("train", place / "config.toml")
+    assert again.returncode == 0 and "changed" not in again.stdout
 
 
 @pytest.mark.parametrize("recipe", ["llama-tiny", "gpt2-tiny", "sd-v1-tiny", "sd3-tiny", "alphafold-tiny"])

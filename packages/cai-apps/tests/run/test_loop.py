@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.applications.language.config import Config
 from cai_apps.compose.step_loss import Evaluation
+from cai_apps.config.sections import EarlyStopping
 from cai_apps.data.batches import Batches
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
 from cai_apps.run.files.position import Position, Unit
+from cai_apps.run.files.standing import Standing
 from cai_apps.run.loop.training_loop import Loop
 from cai_apps.run.task import Work
 from cai_mesh.comm import DATA_AXES, MeshSpec, all_reduce, build_mesh, degree, group, index
@@ -128,7 +130,8 @@ def test_data_ranks_change_nothing(single, tmp_path):
     for weight, seen in run_ranks(2, train, str(tmp_path)):
         assert weight == pytest.approx(single[0], abs=1e-12)
         for (metrics, position), (expected, expected_position) in zip(seen, single[1], strict=True):
-            assert position == expected_position
+            assert replace(position, standing=expected_position.standing) == expected_position
+            assert position.standing.step == expected_position.standing.step
             for name in ("loss", "grad_norm", "lr", "units", "validation_loss"):
                 assert getattr(metrics, name) == pytest.approx(getattr(expected, name), abs=1e-12), name
             assert metrics.measures == pytest.approx(expected.measures, abs=1e-12)
@@ -161,7 +164,10 @@ def test_one_rank_of_whose_clock_a_checkpoint_is_due_is_enough(tmp_path):
 
 def test_position_and_records(single):
     metrics, positions = zip(*single[1], strict=True)
-    assert positions == tuple(Position(step, 4 * step, 4 * 8 * step) for step in range(1, 7))
+    places = [(position.step, position.samples, position.units) for position in positions]
+    assert places == [(step, 4 * step, 4 * 8 * step) for step in range(1, 7)]
+    lowest = min(metrics, key=lambda m: m.validation_loss or math.inf)
+    assert positions[-1].standing == Standing(lowest.validation_loss, lowest.step, (6 - lowest.step) // 3)
     assert [m.step for m in metrics] == [1, 2, 3, 4, 5, 6]
     # what has nothing to divide by is left out; targets are tenths of tokens below 17
     assert all(m.measures.keys() == {"target"} and 0 < m.measures["target"] < 1.7 for m in metrics)
@@ -207,3 +213,22 @@ def test_loss_that_is_not_finite_ends_the_run(tmp_path):
         run_ranks(2, train, str(tmp_path), CONFIG, None, float("nan"))
     assert DataError.__name__ in str(caught.value)
     assert "on rank 1, the weight" in str(caught.value)
+
+
+def test_a_run_ends_early_and_stays_ended(tmp_path):
+    """Of loss and step of every validation, what transformers' callback makes; a run gone on with does no step."""
+    config = replace(
+        CONFIG,
+        optimizer=replace(CONFIG.optimizer, lr=4.0),  # too high: the loss grows
+        train=replace(CONFIG.train, steps=12, validate_every=1),
+        early_stopping=EarlyStopping(patience=3),
+    )
+    ((weight, seen),) = run_ranks(1, train, str(tmp_path), config)
+    losses = [metrics.validation_loss for metrics, _ in seen]
+    assert len(seen) < 12 and seen[-1][1].standing.stale == 3
+    assert seen[-1][1].standing.loss == min(losses) == losses[-4]
+    ((again, more),) = run_ranks(1, train, str(tmp_path), config, seen[-1][1], weight)
+    assert (again, more) == (weight, [])
+    patient = replace(config, early_stopping=EarlyStopping(patience=5))
+    ((_, more),) = run_ranks(1, train, str(tmp_path), patient, seen[-1][1], weight)
+    assert more

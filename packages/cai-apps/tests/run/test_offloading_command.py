@@ -81,7 +81,7 @@ def test_one_step_is_drawn(story, which):
     assert {name for _, _, name in timeline.lanes["host"]} < used
     assert max(sum(values) for values in zip(*timeline.memory.values(), strict=True)) <= BUDGET
     assert cai("report", run) == 0
-    assert "<h2>offload.timeline</h2><img" in (run / "report.html").read_text()
+    assert "<h2>A step with training state in several memories</h2><img" in (run / "report.html").read_text()
     assert not (story.plain / "plots" / "offload.timeline.json").exists()
 
 

@@ -38,7 +38,6 @@ def test_run_directory_has_everything(story):
         "metrics.jsonl",
         "plots/loss.png",
         "plots/pipeline.svg",
-        "plots/pipeline-simulated.svg",
         "plots/pipeline.trace.json",
         "tokenizer/tokenizer.json",
     ):
@@ -213,8 +212,8 @@ def test_generate_and_report(story):
     page = (story.run / "report.html").read_text()
     assert "<h2>Traces</h2>" in page and "aten::mm" in page
     assert "<h3>rank 5, step 3</h3><p>no snapshot" in page
-    assert "<h2>Samples</h2>" in page and "validation accuracy, step 6" in page
-    assert page.count("<img") == 6  # curves, and a step of the pipeline as it ran and as simulated
+    assert "<h2>Samples by step</h2>" in page and "last validation accuracy" in page
+    assert page.count("<img") == 6  # four curves, memory, and a step of the pipeline
 
 
 def test_checkpoint_of_another_architecture(story, tmp_path):

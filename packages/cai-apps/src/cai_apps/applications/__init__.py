@@ -42,6 +42,7 @@ class Application:
         train: (config, label, keys given for this very start; None: all) -> the run's directory.
         plan: (config, ranks or None, label, bytes of a device or None) -> what a run will need.
         report: the contents of a run's page.
+        memory: (config of a run) -> bytes of its fullest rank by kind of tensor, as planned; None: there is no plan.
         commands: its own commands of `cai`: name -> (one line of help, module with `run(arguments)`).
     """
 
@@ -52,6 +53,7 @@ class Application:
     plan: Callable[[Any, int | None, str, int | None], Shown]
     report: Callable[[], Page]
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    memory: Callable[[Any], Mapping[str, int]] | None = None
 
 
 def find(name: str) -> Application:
@@ -83,8 +85,10 @@ def commands() -> dict[str, dict[str, tuple[str, str]]]:
 
 def run_of(path: Path) -> Path | None:
     """The directory of the run that a path is, or whose checkpoint it is; None: it is neither."""
-    checkpoints = path.absolute().parent
-    directories = (path, *([checkpoints.parent] if checkpoints.name == "checkpoints" else []))
+    path = path.absolute()
+    above = [path.parent] if path.name == "best" else []
+    above += [path.parent.parent] if path.parent.name in ("checkpoints", "best") else []
+    directories = (path, *above)
     return next((directory for directory in directories if (directory / "config.toml").is_file()), None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,3 +59,15 @@ class SharedLoop:
             title=f"{label}: {self.name(config)}",
             batch=self.batch(config),
         )
+
+    def memory(self, config: Any) -> Mapping[str, int]:
+        """Return bytes of the fullest rank of a run by kind of tensor, as planned; empty for an offloaded run."""
+        if config.memory.residency != "device":
+            return {}
+        task = self.task()
+        from cai_apps.config.validation import ranks_of
+        from cai_apps.planner.drawing import kinds_of
+        from cai_apps.planner.fit import Planner
+
+        stages = Planner(task.resolve, task.workload).plan(config, ranks=ranks_of(config)).stages
+        return kinds_of(max(stages, key=lambda stage: stage.peak))

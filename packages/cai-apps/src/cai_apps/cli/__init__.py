@@ -19,6 +19,7 @@ from cai_mesh.errors import ConfigError, did_you_mean
 COMMANDS = {
     "train": "train a model from a recipe or a TOML file",
     "run": "start ranks on one or several machines with torch's launcher",
+    "serve": "answer HTTP requests with a trained model, in OpenAI's form",
     "plan": "print what a run will need per rank",
     "doctor": "show what this machine offers",
     "verify": "check every file of a checkpoint",
@@ -116,7 +117,8 @@ def modules_of_commands() -> dict[str, dict[str, str]]:
 def usage() -> str:
     """The text of `cai --help`."""
     application_commands = {
-        name: "; ".join(text for text, _ in by.values()) for name, by in applications.commands().items()
+        name: "; ".join(dict.fromkeys(text for text, _ in by.values()))
+        for name, by in applications.commands().items()
     }
     lines = [f"  {name:<10}{text}" for name, text in (COMMANDS | application_commands).items()]
     return "\n".join(

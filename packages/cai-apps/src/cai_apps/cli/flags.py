@@ -16,7 +16,8 @@ TRUTH = {"true": True, "false": False}
 def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
     """Values by dotted key. What cannot be read as its field's type is left as text: the config's checks refuse it.
 
-    Of a flag that is given twice the last counts, as scripts add to a command.
+    Of a flag that is given twice the last counts, as scripts add to a command. A flag of what is true or false means
+    true where it has no value.
 
     Raises:
         ConfigError: what is no flag, no key of `kind`, or has no value.
@@ -27,6 +28,8 @@ def changes_of(arguments: Sequence[str], kind: type) -> dict[str, Any]:
             raise config_file.unknown_key(key, valid_keys, origin="the command line", keys=valid_keys)
         hint = config_file.hint_of(kind, key)
         several = typing.get_origin(hint) is tuple
+        if not texts and hint is bool:
+            texts = ["true"]
         if not several and len(texts) != 1:
             raise ConfigError(
                 f"--{key} has {'no' if not texts else 'more than one'} value",

@@ -44,6 +44,7 @@ class Work:
             learns has memory, such as log-probabilities of a reference. Collective.
         blank: (rows, bool [n]) -> the rows, of which those that are marked have no target: they fill the last batch of
             validation, so that each target counts once.
+        in_order: whether the samples that are trained on have an order of their own, as those of a stream do.
     """
 
     workload: Workload
@@ -57,6 +58,7 @@ class Work:
     after_step: Callable[[Session, int], None] | None = None
     completed: Callable[[torch.device], Work] | None = None
     blank: Blank | None = None
+    in_order: bool = False
 
 
 class Task(Protocol):

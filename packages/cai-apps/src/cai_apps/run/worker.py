@@ -22,6 +22,7 @@ from cai_apps.run.files import checkpoint, proof
 from cai_apps.run.files.directory import RunDirectory
 from cai_apps.run.files.pipeline_chart import draw_steps
 from cai_apps.run.files.position import Position
+from cai_apps.run.files.starts import record_start
 from cai_apps.run.health.last_activity import LastActivity
 from cai_apps.run.health.termination import Guard
 from cai_apps.run.health.user_errors import user_error
@@ -92,6 +93,7 @@ def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
     position = checkpoint.resume(session, job.run, job.origin, new_data=job.new_data)
     if dist.get_rank() == 0:
         job.run.record(job.config)
+        record_start(job.run, device, ranks=dist.get_world_size(), step=position.step)
     activity = LastActivity(job.run)
     activity.record(f"step {position.step + 1}")
     guard.watch_ranks(lambda: activity.doing, activity.at_file)
@@ -109,8 +111,7 @@ def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
             recorder.record(metrics)
         with watchdog.paused():
             probes.after(position.step)
-            if checkpoint.is_due(job.config, position, left_out=metrics.left_out, by_clock=loop.due):
-                saver.save(position, required=position.step == job.config.train.steps)
+            save_due(saver, loop, metrics, position)
             if work.after_step is not None:
                 work.after_step(session, position.step)
         now = time.strftime("%H:%M:%S")
@@ -138,8 +139,26 @@ def train(job: Job, device: torch.device, guard: Guard, probes: Probes) -> None:
     if loop.stopped:
         leave(job, position, loop.stopped, guard)
     activity.record("the export")
+    tell_early_end(job, loop, position)
     _export(session, job)
     guard.close()
+
+
+def save_due(saver: checkpoint.Saver, loop: Loop, metrics: Metrics, position: Position) -> None:
+    """Save what is due after a step: a checkpoint on the way or at the end, and the best one. Collective."""
+    config = loop.session.config
+    is_last = position.step == config.train.steps or loop.ends(position)
+    if checkpoint.is_due(config, position, left_out=metrics.left_out, by_clock=loop.due):
+        saver.save(position, required=is_last)
+    if config.checkpoint.best and position.standing.step == position.step:
+        saver.save_best(position)
+
+
+def tell_early_end(job: Job, loop: Loop, position: Position) -> None:
+    """Print on the first rank why a run ended before its last step, if it did."""
+    if loop.ends(position) and dist.get_rank() == 0:
+        options = job.config.early_stopping
+        print(position.standing.reason(position.step, job.config.train.steps, options), flush=True)
 
 
 def _observe(runner: PipelineRunner, run: RunDirectory, activity: LastActivity) -> None:
@@ -208,7 +227,7 @@ def batches(config: RunConfig, work: Work, mesh: DeviceMesh) -> tuple[Batches, B
     held_out = (
         Batches(work.validation, *sizes, seed=None, blank=work.blank) if work.validation is not None else None
     )
-    return Batches(work.training, *sizes, seed=config.train.seed), held_out
+    return Batches(work.training, *sizes, seed=None if work.in_order else config.train.seed), held_out
 
 
 class Recorder:

@@ -91,6 +91,27 @@ def test_a_file_of_prompts(home, tmp_path, capsys):
     assert [record["answer"] for record in printed] == [answers[0]["answer"], answers[2]["answer"]]
 
 
+def test_a_file_of_answers_that_was_interrupted_goes_on(home, tmp_path, capsys):
+    file, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    file.write_text("".join(f"It is {hour}\n" for hour in range(5)))
+    command = ["generate", str(home), "--prompts", str(file), "--output", str(output), "--tokens", "6"]
+    assert main([*command, "--resume"]) == 0  # nothing has been begun
+    whole = output.read_bytes()
+    ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
+    for end in (0, ends[1], ends[2] + 5, ends[4]):  # in the midst of a line, too
+        output.write_bytes(whole[:end])
+        assert main([*command, "--resume"]) == 0
+        assert output.read_bytes() == whole
+    assert "has the answers to all 5 prompts" in capsys.readouterr().err
+    output.write_bytes(whole[: ends[2]])
+    file.write_text("".join(f"It is {hour}\n" for hour in (0, 1, 7, 3, 4)))
+    assert main([*command, "--resume"]) == 2
+    assert "answers.jsonl:3 answers another prompt" in capsys.readouterr().err
+    assert output.read_bytes() == whole[: ends[2]]  # nothing is lost
+    assert main(["generate", str(home), "--prompts", str(file), "--resume"]) == 2
+    assert "an output is what a command goes on with" in capsys.readouterr().err
+
+
 def test_text_that_is_read_at_once_is_that_of_the_stream(home):
     llm, questions = LLM(home), ["Hello there", "It is 5", "Ünïcode, 漢字 and \U0001f600"]
     for seed, question in enumerate(questions):

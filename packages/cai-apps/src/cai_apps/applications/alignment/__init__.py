@@ -46,10 +46,15 @@ APPLICATION = Application(
     LOOP.train,
     LOOP.plan,
     _report,
+    memory=LOOP.memory,
     commands={
         "export": (
             "write a checkpoint's weights as an HF directory",
             "cai_apps.applications.alignment.commands.export",
+        ),
+        "evaluate": (
+            "measure a model on held-out data or on tasks",
+            "cai_apps.applications.language.commands.evaluate",
         ),
         "generate": (
             "continue a prompt with an exported model",

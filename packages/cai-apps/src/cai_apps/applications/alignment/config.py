@@ -15,8 +15,8 @@ Name = Literal["reward", "dpo", "dpo-hinge", "dpo-robust", "ipo", "ipo-sum", "si
 @dataclass(frozen=True)
 class Data(section.Data):
     source: Annotated[str, FILLED] = "preferences"
-    """A .jsonl, .json or .parquet file of pairs or of judged answers, a glob, a directory written by
-    datasets.save_to_disk, or 'preferences', which are made by a rule. `cai data check` shows them."""
+    """A file of pairs or of judged answers (.jsonl, .json, .csv, .tsv, .parquet), a folder or a glob of such, a
+    directory written by datasets.save_to_disk, or 'preferences', which are made by a rule; see `cai data check`."""
     format: Literal["chat"] = "chat"
     """chat: prompts and answers are messages, which the chat template writes."""
 

@@ -41,10 +41,9 @@ def alignment_page() -> Page:
             for key, name, form in SUMMARY:
                 last = next((record for record in reversed(records) if beginning + key in record), None)
                 if last is not None:
-                    rows.append(
-                        (f"{name}, {where}, step {last['step']:,}", f"{last[beginning + key]:{form}}")
-                    )
+                    number = f"{last[beginning + key]:{form}}"
+                    rows.append((f"{name}, {where}", f"{number} (step {last['step']:,})"))
         return rows
 
-    curves = tuple(Curve(title, fields) for title, fields in CURVES)
+    curves = tuple(Curve(title, fields, "What is preferred") for title, fields in CURVES)
     return replace(page, curves=(*page.curves, *curves), summary=summary)

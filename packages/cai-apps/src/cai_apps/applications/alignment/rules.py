@@ -44,6 +44,12 @@ def check_alignment(config: Config) -> None:
             got=", ".join(config.data.trained),
             expected='"all": what is compared are the answers, whole',
         )
+    if config.data.validation_source is not None:
+        raise ConfigError(
+            "preferences for validation are held out of the source",
+            got=f"data.validation_source = {config.data.validation_source!r}",
+            fix="set data.validation_fraction in its place",
+        )
     if config.alignment.share_prompts and config.model.neftune_alpha:
         raise ConfigError(
             "a prompt that is computed once has one noise for both answers",

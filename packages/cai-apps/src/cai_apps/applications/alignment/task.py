@@ -98,7 +98,7 @@ class AlignmentTask(LanguageTask):
         weights = None
         if config.model.weights == "pretrained" and not is_base(config):
             weights = weights_directory(config)
-        check_first(config.data.source, units)  # before a base is trained
+        check_first(units, *config.data.sources)  # before a base is trained
         if config.lora.rank:
             need_peft()
         if has_value_head(config):

@@ -85,6 +85,7 @@ APPLICATION = Application(
     LOOP.train,
     _plan,
     _report,
+    memory=LOOP.memory,
     commands={
         "generate": (
             "draw pictures for prompts with a diffusion model",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cai_apps.applications.diffusion.config import DRAWN, Config
 from cai_apps.applications.diffusion.model.design import Design, is_t5, load_design
 from cai_apps.config import validation
+from cai_apps.config.held_out import check_validation
 from cai_mesh.errors import ConfigError
 
 
@@ -18,7 +19,7 @@ def check(config: Config) -> None:
 
 def check_design(config: Config, design: Design) -> None:
     """Raises ConfigError where parts of the design do not fit each other or the config."""
-    validation.check_validation(config, config.data.validation_fraction)
+    check_validation(config, config.data.validation_fraction)
     _check_parallel(config)
     _check_shape(config, design)
     _check_prior(config, design)

@@ -50,6 +50,12 @@ def _check_objective(config: Config, design: Design) -> None:
 
 def _check_adapted(config: Config, design: Design) -> None:
     need_peft()
+    if config.lora.dora:
+        raise ConfigError(
+            "lengths of rows (DoRA) are learned of language models",
+            got="lora.dora = true",
+            fix="leave lora.dora out",
+        )
     train_text = trains_text(config, design)
     with torch.device("meta"):
         model = build(design, train_text=train_text)

@@ -47,14 +47,19 @@ APPLICATION = Application(
     LOOP.train,
     LOOP.plan,
     _report,
+    memory=LOOP.memory,
     commands={
         "data": (
-            "look through a file of conversations or preferences: data check FILE",
+            "look through data before training: data stats FILE, or data check FILE for conversations",
             "cai_apps.applications.language.commands.data",
         ),
         "export": (
             "write a checkpoint's weights as an HF directory",
             "cai_apps.applications.language.commands.export",
+        ),
+        "evaluate": (
+            "measure a model on held-out data or on tasks",
+            "cai_apps.applications.language.commands.evaluate",
         ),
         "generate": (
             "continue a prompt with an exported model",

@@ -21,6 +21,7 @@ from cai_apps.config import file as config_file
 from cai_apps.config.environment import LAUNCHER, LAUNCHER_VARIABLES
 from cai_apps.data import sources
 from cai_apps.data.chat.tokenizer import train_text_tokenizer
+from cai_apps.data.prepare import texts_of
 from cai_apps.data.sealed import key_of, open_or_make
 from cai_mesh.errors import ConfigError
 
@@ -45,7 +46,7 @@ def weights_directory(config: Config) -> Path:
     if training is None:
         return pretrained_directory(config.model.name)
     options, cache = config_file.read(training, Config), config.data.cache
-    shape, text = read_model_config(config.model.name), sources.content(options.data.source, cache)
+    shape, text = read_model_config(config.model.name), sources.content(*options.data.sources, cache=cache)
     key = key_of("base", FORMAT, config_file.to_toml(options), shape, text)
 
     def train(directory: Path) -> None:
@@ -54,7 +55,7 @@ def weights_directory(config: Config) -> Path:
             f"and kept in {Path(cache).expanduser() / key}",
             flush=True,
         )
-        texts = sources.documents(options.data.source, limit_bytes=options.data.limit_bytes)
+        texts = texts_of(options.data)
         tokenizer, run = directory / "tokenizer", directory / "run"
         train_text_tokenizer(texts, shape["vocab_size"]).save_pretrained(tokenizer)
         _train(config.model.name, training, tokenizer, run, cache)

@@ -44,12 +44,17 @@ def find_run(path: Path) -> tuple[RunDirectory, Path]:
     else:
         raise CheckpointError(
             f"neither a run directory nor a checkpoint of one: {path}",
-            expected="RUN_DIR, or RUN_DIR/checkpoints/step-N",
+            expected="RUN_DIR, RUN_DIR/best, or RUN_DIR/checkpoints/step-N",
         )
-    found = path if path.parent == run.checkpoints else _newest(run)
+    if path == run.best:
+        found = checkpoint.newest_good(run.best)[0]
+    else:
+        found = path if path.parent in (run.checkpoints, run.best) else _newest(run)
     if found is None:
         raise CheckpointError(
-            f"the run {run.path} has no checkpoint that verifies", fix="`cai verify` says why"
+            f"the run {run.path} has no checkpoint that verifies"
+            + (" in best/: checkpoint.best keeps one there" if path == run.best else ""),
+            fix="`cai verify` says why",
         )
     return run, found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cai_apps import applications
 from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
@@ -20,6 +23,7 @@ from cai_apps.compose.materialize import materialize
 from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory
 from cai_apps.compose.pretrained import check_causal, check_room, open_pretrained
 from cai_apps.compose.quantized_base import QuantizedBase, check_quantized, codes_of
+from cai_apps.config import file as config_file
 from cai_apps.config.adapters import Adapter, is_adapter_folder, read_adapter
 from cai_apps.config.sections import BaseKind, LoRA
 from cai_apps.data.chat.messages import SYSTEM, USER, Conversation, Message
@@ -32,7 +36,9 @@ from cai_apps.data.tokenizer import SpecialTokens, load_tokenizer, prompt_ids
 from cai_apps.engine import LLM, Answer, EngineOptions, Sampling
 from cai_apps.engine.llm import check_kind
 from cai_apps.engine.text import AnswerText
+from cai_apps.run.files.directory import RunDirectory
 from cai_kernels import QuantizedKind
+from cai_mesh.checkpoint import latest
 from cai_mesh.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -100,6 +106,54 @@ def place_of(
             fix="cai generate MODEL --adapter " + str(directory),
         )
     return Place(pretrained_directory(name), directory, cache, base)
+
+
+def exported(directory: Path, base: BaseKind | None = None) -> tuple[Path, BaseKind]:
+    """Return where the weights of a run are, and the form of their base; of another directory itself.
+
+    Args:
+        directory: a run, its best/, or what `place_of` takes.
+        base: the form of the linear layers of its blocks; None: that of the run, or the dtype of the files.
+
+    Raises:
+        ConfigError: the run has written no export.
+    """
+    run = RunDirectory(directory)
+    is_best = not run.config_file.is_file() and directory == RunDirectory(directory.parent).best
+    if is_best:
+        run = RunDirectory(directory.parent)
+    if not run.config_file.is_file():
+        return directory, base or "compute"
+    form: BaseKind = base or config_file.parse(run.config_file).get("lora", {}).get("base") or "compute"
+    if is_best:
+        return best_export(run), form
+    if not run.export.is_dir():
+        raise ConfigError(
+            f"the run {run.path} has no export yet",
+            cause="a run writes it after its last step",
+            fix=f"let it go on to its end, or `cai export {run.path} DIR` and name DIR",
+        )
+    return run.export, form
+
+
+def best_export(run: RunDirectory) -> Path:
+    """Return the model of a run's best checkpoint, which `cai export` of its application makes once.
+
+    Raises:
+        CheckpointError: the run keeps no such checkpoint.
+    """
+    newest = latest(run.best)
+    if newest is None:
+        raise CheckpointError(
+            f"the run {run.path} has no best checkpoint",
+            cause="checkpoint.best = true keeps one, after the first validation",
+        )
+    directory = run.best_export / newest.name
+    if not directory.is_dir():
+        module = applications.commands()["export"][applications.of_directory(run.path)][1]
+        with redirect_stdout(sys.stderr):
+            importlib.import_module(module).run([str(newest), str(directory)])
+    return directory
 
 
 def generate(
@@ -202,7 +256,7 @@ class Writer:
     def __init__(self, place: Place, tokenizer: PreTrainedTokenizerFast, options: EngineOptions):
         self.place, self.tokenizer = place, tokenizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _model(place, self.device).to(self.device).eval()
+        self.model = open_model(place, self.device).to(self.device).eval()
         self.llm: LLM | None = None
         self.refusal = ""
         try:
@@ -305,8 +359,8 @@ class Writer:
         return Answer(tuple(answer), text.text, "length" if len(answer) == sampling.max_tokens else "stop")
 
 
-def _model(place: Place, device: torch.device) -> Any:
-    """The causal language model of a place, whose files are sound and lack nothing; one in codes is on the device."""
+def open_model(place: Place, device: torch.device) -> Any:
+    """Return the causal language model of a place, whose files are sound; one in codes is on the device."""
     directory, adapter = place.model, None if place.adapter is None else read_adapter(place.adapter)
     if adapter is not None:
         need_peft()
@@ -317,7 +371,8 @@ def _model(place: Place, device: torch.device) -> Any:
         check_room(directory, torch.cuda.mem_get_info(device)[0])
     model = open_pretrained(directory)
     if adapter is not None:
-        _adapt(model, adapter, place)
+        put_adapter(model, adapter, place)
+        let_adapters_compute(model)
         load_adapter(model, adapter.directory)
     return model
 
@@ -329,7 +384,8 @@ def _quantized(place: Place, kind: QuantizedKind, adapter: Adapter | None, devic
     config = load_model_config(str(place.model))
     model = meta_model(config).requires_grad_(False)
     if adapter is not None:
-        _adapt(model, adapter, place)
+        put_adapter(model, adapter, place)
+        let_adapters_compute(model)
     check_quantized(model, kind)
     read = reader(str(place.model), lambda: place.model)
     materialize(
@@ -350,13 +406,23 @@ def _quantized(place: Place, kind: QuantizedKind, adapter: Adapter | None, devic
     return model
 
 
-def _adapt(model: nn.Module, adapter: Adapter, place: Place) -> None:
-    """Put the layers of an adapter into a model, in place; their values are read by `load_adapter`."""
+def put_adapter(model: nn.Module, adapter: Adapter, place: Place) -> None:
+    """Put the layers of an adapter into a model, in place; their values are read by `load_adapter`.
+
+    Args:
+        model: the model, on any device.
+        adapter: the adapter.
+        place: the directories of the model.
+
+    Raises:
+        ConfigError: the adapter was trained beside another model.
+    """
     digest = None
     if adapter.base_digest is not None:
         digest = digest_of_weights({"": place.model}, place.cache)
     check_trained_beside(adapter, str(place.model), digest)
-    lora = LoRA(rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized)
+    lora = LoRA(
+        rank=adapter.rank, alpha=adapter.alpha, rank_stabilized=adapter.rank_stabilized, dora=adapter.dora
+    )
     add_adapters(model, lora, adapter.targets, learned_modules(model, adapter.modules))
     check_adapter(adapter, model)
-    let_adapters_compute(model)

@@ -13,12 +13,12 @@ from cai_apps.applications.language.noise import EmbeddingNoise, embedding_of
 from cai_apps.compose import models
 from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.documents import document_rule
+from cai_apps.compose.dora import is_linear
 from cai_apps.compose.lora import (
     add_adapters,
     initialize,
     inside,
     is_adapter,
-    is_linear,
     learned_modules,
     matching,
 )

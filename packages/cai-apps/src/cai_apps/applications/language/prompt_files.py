@@ -90,31 +90,63 @@ def answer_file(
     sampling: Sampling,
     special_tokens: SpecialTokens = "text",
     chat_template: Path | None = None,
+    *,
+    resumes: bool = False,
 ) -> None:
     """Answer the prompts of a file and write a line of JSON for each: its record, "answer" and "ending".
 
     Args:
         place: the directories of the model.
         path: the file, as `read_prompts` reads it.
-        output: a file that is not there yet; None: the lines are printed.
+        output: the file to write; None: the lines are printed.
         sampling: options by which tokens are chosen; each prompt has a seed of its own, from this one on.
         special_tokens, chat_template: as in `read_prompts`.
+        resumes: whether the output has answers to the first prompts already, which stay.
+
+    Raises:
+        DataError: as `read_prompts`, or the output answers other prompts.
     """
     tokenizer = load_tokenizer(place.tokenizer)
     prompts = read_prompts(path, tokenizer, special_tokens, chat_template)
+    done = _keep_answered(output, prompts) if output is not None and resumes else 0
+    if done == len(prompts):
+        print(f"{output} has the answers to all {done} prompts", file=sys.stderr)
+        return
     writer = Writer(place, tokenizer, EngineOptions())
     for prompt in prompts:
         writer.check(prompt.ids, sampling)
     writer.check_finite(prompts[0].ids)
-    lines = output.open("w", encoding="utf-8") if output is not None else contextlib.nullcontext(sys.stdout)
+    lines = output.open("a", encoding="utf-8") if output is not None else contextlib.nullcontext(sys.stdout)
     with lines as file:
-        answers = _Answers(prompts, file, is_told=output is not None)
-        for start in range(0, len(prompts), AT_ONCE):
+        answers = _Answers(prompts, file, done, is_told=output is not None)
+        for start in range(done, len(prompts), AT_ONCE):
             part = prompts[start : start + AT_ONCE]
             seeds = range((sampling.seed or 0) + start, (sampling.seed or 0) + start + len(part))
             samplings = [replace(sampling, seed=seed) for seed in seeds]
             answers.first = start
             writer.answers([prompt.ids for prompt in part], samplings, answers.add)
+
+
+def _keep_answered(output: Path, prompts: Sequence[FilePrompt]) -> int:
+    """Return how many prompts an output answers, the first ones; a line that was not written to its end is cut off."""
+    if not output.exists():
+        return 0
+    written = output.read_bytes()
+    complete = written[: written.rfind(b"\n") + 1]
+    lines = complete.decode("utf-8").split("\n")[:-1]  # U+2028 stands inside of texts
+    for number, line in enumerate(lines, 1):
+        record = _record(line, output, number)
+        expected = prompts[number - 1].record if number <= len(prompts) else None
+        if {key: value for key, value in record.items() if key not in WRITTEN} != expected:
+            raise DataError(
+                f"{output}:{number} answers another prompt than that of the same number",
+                cause="the prompts have changed since, or the file is of others",
+                fix="name another --output, or move this one away",
+            )
+    if len(complete) < len(written):
+        with output.open("r+b") as file:
+            file.truncate(len(complete))
+    return len(lines)
 
 
 class _Answers:
@@ -123,16 +155,17 @@ class _Answers:
     Args:
         prompts: all prompts.
         file: gets a line for each.
+        done: prompts that were answered before, the first ones.
         is_told: whether the count is told on stderr now and then.
 
     Attributes:
         first: the number of the first prompt of those that are being answered.
     """
 
-    def __init__(self, prompts: Sequence[FilePrompt], file: TextIO, *, is_told: bool):
+    def __init__(self, prompts: Sequence[FilePrompt], file: TextIO, done: int, *, is_told: bool):
         self._prompts, self._file, self._is_told = prompts, file, is_told
         self._waiting: dict[int, Answer] = {}
-        self.first, self._done, self._told = 0, 0, time.monotonic()
+        self.first, self._done, self._told = done, done, time.monotonic()
 
     def add(self, number: int, answer: Answer) -> None:
         """Take the answer to a prompt, counted from `first`."""

@@ -12,7 +12,9 @@ from cai_apps.applications.language.config import Config
 from cai_apps.compose.models import read_model_config
 from cai_apps.config import validation
 from cai_apps.config.adapters import read_adapter
+from cai_apps.config.held_out import check_validation
 from cai_apps.config.ranges import NATURAL, POSITIVE, SHARE, Range
+from cai_apps.data.section import Data
 from cai_mesh.errors import ConfigError
 
 NAMES = {
@@ -48,6 +50,7 @@ def with_adapter(config: Config) -> Config:
         "rank": adapter.rank,
         "alpha": adapter.alpha,
         "rank_stabilized": adapter.rank_stabilized,
+        "dora": adapter.dora,
         "targets": adapter.targets,
         "modules_to_save": adapter.modules,
     }
@@ -76,6 +79,7 @@ def check_settings(config: Config) -> None:
             got='data.boundaries = "ignore"',
             expected='"keep"',
         )
+    check_texts(config)
     check_noise(config)
     check_experts(config)
     check_rows(config)
@@ -94,7 +98,46 @@ def check_settings(config: Config) -> None:
         )
     validation.check_adapters(config, config.lora, weights=config.model.weights)
     check_base(config)
-    validation.check_validation(config, config.data.validation_fraction)
+    is_apart = config.data.validation_source is not None
+    check_validation(config, 1.0 if is_apart else config.data.validation_fraction)
+
+
+def check_texts(config: Config) -> None:
+    """Raises ConfigError where options of a source do not go together."""
+    data = config.data
+    if data.format == "chat" and data.text_column != "text":
+        raise ConfigError(
+            "data.text_column is for documents of text",
+            got=f'data.text_column = "{data.text_column}", data.format = "chat"',
+            cause="the keys of a record of messages are those of its form",
+            fix="leave it out, or rename the columns",
+        )
+    if not data.streaming and data.shuffle_buffer != Data().shuffle_buffer:
+        raise ConfigError(
+            "data.shuffle_buffer mixes a stream",
+            got=f"data.shuffle_buffer = {data.shuffle_buffer}, data.streaming = false",
+            cause="what is tokenized before a run is read in an order of all of it",
+            fix="leave it out, or set data.streaming to true",
+        )
+    if not data.streaming:
+        return
+    conflicts = {
+        'data.format = "chat"': data.format == "chat",
+        'data.boundaries = "keep"': data.boundaries == "keep",
+        'data.tokenizer = "train"': data.tokenizer == "train"
+        or (data.tokenizer == "auto" and config.model.weights == "random"),
+        f"train.validate_every = {config.train.validate_every} without data.validation_source": bool(
+            config.train.validate_every and data.validation_source is None
+        ),
+    }
+    conflict = next((name for name, holds in conflicts.items() if holds), None)
+    if conflict is not None:
+        raise ConfigError(
+            "a stream of text is tokenized as it is read, and nothing of it is known before",
+            got=f"data.streaming = true, {conflict}",
+            expected="text, rows that documents run through, a tokenizer, and a source of its own for validation",
+            fix="change that option, or leave data.streaming out",
+        )
 
 
 def check_base(config: Config) -> None:

@@ -26,11 +26,13 @@ from cai_apps.applications.language.model import (
 )
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
+from cai_apps.applications.language.texts import prepared_texts
 from cai_apps.applications.language.validation import resolve
 from cai_apps.applications.language.weights import pretrained, quantized_base
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, save_adapter
 from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
+from cai_apps.compose.dora import with_lengths
 from cai_apps.compose.expert_adapters import ends_of, expert_parameters, without_experts
 from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
 from cai_apps.compose.losses import NextTokenLoss
@@ -50,12 +52,12 @@ from cai_apps.compose.workload import Workload
 from cai_apps.config.adapters import read_adapter
 from cai_apps.config.sections import Experts
 from cai_apps.data.batches import Samples
-from cai_apps.data.chat.prepare import check_first, length_report, prepare_chat
+from cai_apps.data.chat.prepare import check_first, length_report
 from cai_apps.data.content import digest_of_weights
 from cai_apps.data.document_rows import lengths_of, split_documents
 from cai_apps.data.documents import Documents
 from cai_apps.data.packed import blank, count_targets, split
-from cai_apps.data.prepare import prepare
+from cai_apps.data.streams import StreamRows, TextStream
 from cai_apps.data.tokenizer import load_tokenizer, tokenizer_digest
 from cai_apps.planner.flops import model_flops
 from cai_apps.report.outcome import show_outcome
@@ -168,7 +170,7 @@ class LanguageTask:
         if config.model.weights == "pretrained" and not is_base(config):
             weights_directory(config)  # refuses a model that has none
         if config.data.format == "chat":
-            check_first(config.data.source)  # before a base is trained
+            check_first(*config.data.sources)  # before a base is trained
         if config.lora.rank:
             need_peft()
         if config.lora.rank or config.model.neftune_alpha or config.experts != Experts():
@@ -185,8 +187,7 @@ class LanguageTask:
         tokenizer = weights_directory(config) if is_base(config) else None
         if before is not None:
             tokenizer = tokenizer_of(before, config)
-        chats = config.data.format == "chat"
-        prepared = (prepare_chat if chats else prepare)(config.data, rows, tokenizer)
+        prepared: Any = prepared_texts(config.data, rows, tokenizer)
         if config.log.prompts:
             ids_of(config, load_tokenizer(prepared.tokenizer))  # refuses those that are too long
         training, _ = _split(config, prepared)
@@ -198,6 +199,8 @@ class LanguageTask:
         return prepared
 
     def announce(self, config: Config, prepared: Documents) -> str:
+        if isinstance(prepared, TextStream):
+            return f"{base_line(config)}{config.model.name} on a stream of {', '.join(config.data.sources)}"
         if config.data.format == "text":
             return f"{base_line(config)}{config.model.name} on {prepared.tokens:,} tokens of text"
         about = "\n".join(length_report(prepared).lines())
@@ -210,7 +213,8 @@ class LanguageTask:
         )
 
     def origin(self, prepared: Documents) -> Origin:
-        return Origin({"tokenizer": prepared.vocabulary}, prepared.text, f"{prepared.tokens:,} tokens")
+        amount = "a stream" if isinstance(prepared, TextStream) else f"{prepared.tokens:,} tokens"
+        return Origin({"tokenizer": prepared.vocabulary}, prepared.text, amount)
 
     def base(self, config: Config) -> str | None:
         return base_digest(config)
@@ -238,6 +242,7 @@ class LanguageTask:
             counted="target tokens",
             unit=Unit("tokens", length),
             blank=blank,
+            in_order=config.data.streaming,
             texts=None if prompts is None else prompts.continued,
             flops={
                 "mfu": lambda batch: flops.causal(lengths_of(batch)),
@@ -249,7 +254,7 @@ class LanguageTask:
         tokenizer = tokenizer_directory(job.run)
         if job.config.lora.rank:
             model: Any = session.model
-            weights = trained_weights(session)
+            weights = with_lengths(model, trained_weights(session))
             self.write_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
         else:
             self.write_model(session, job.run.export, tokenizer)
@@ -347,7 +352,13 @@ def _sample(job: Job) -> str:
 def _split(config: Config, prepared: Documents) -> tuple[Samples, Samples | None]:
     """The sequences that are trained on, and those for validation."""
     divide = split_documents if config.data.boundaries == "keep" else split
-    training, validation = divide(prepared, config.data.sequence_length, config.data.validation_fraction)
+    length, other = config.data.sequence_length, prepared.held_out
+    fraction = config.data.validation_fraction if other is None else 0.0
+    validation = None if other is None else divide(other, length, 0.0)[0]
+    if isinstance(prepared, TextStream):
+        return StreamRows(prepared, length, config.train.seed), validation
+    training, held_out = divide(prepared, length, fraction)
+    validation = validation or held_out
     return training, validation if validation is not None and validation.size else None
 
 
@@ -393,7 +404,7 @@ def export_adapter(
     """Write adapters, and what is trained whole beside them, as a folder of peft. Collective.
 
     Args:
-        weights: the trained weights by name.
+        weights: the trained weights by name, as `with_lengths` gives them.
         config: the config of the run.
         model: the config of its model.
         directory: the folder, which appears whole or not at all.

@@ -59,6 +59,7 @@ APPLICATION = Application(
     LOOP.train,
     LOOP.plan,
     _report,
+    memory=LOOP.memory,
     commands={
         "fold": (
             "fold protein chains with AlphaFold",

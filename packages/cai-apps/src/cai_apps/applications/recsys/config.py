@@ -51,17 +51,21 @@ class Optimizer:
     """Adagrad for the MLPs, row-wise Adagrad for the tables."""
 
     lr: Annotated[float, Range(above=0, most=1e30)] = 0.05
+    """Learning rate of the MLPs."""
     table_lr: Annotated[float, Range(above=0, most=1e30)] = 0.1
+    """Learning rate of the tables."""
 
 
 @dataclass(frozen=True)
 class Train:
     steps: Annotated[int, COUNT] = 300
+    """Optimizer steps."""
     batch: Annotated[int, COUNT] = 512
     """Examples of a step."""
     seed: Annotated[int, SEED] = 0
     """Seed of weights and examples."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU where there is one."""
     validation_batches: Annotated[int, NATURAL] = 8
     """Batches after the last step, never trained on, whose AUC is reported."""
 

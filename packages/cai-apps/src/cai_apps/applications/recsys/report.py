@@ -20,6 +20,10 @@ def _summary(records: list[dict]) -> list[tuple[str, str]]:
 
 
 PAGE = Page(
-    (Curve("loss", ("loss",)), Curve("AUC", ("auc",)), Curve("hit rate of the caches", ("hit_rate",))),
+    (
+        Curve("loss", ("loss",), "Loss"),
+        Curve("AUC", ("auc",), "Loss"),
+        Curve("hit rate of the caches", ("hit_rate",), "Caches"),
+    ),
     _summary,
 )

@@ -12,8 +12,8 @@ from cai_apps.config import file as config_file
 from cai_mesh.errors import ConfigError
 
 FREE = (
-    "parallel.*", "memory.*", "precision.master", "log.*", "checkpoint.*", "sampling.*", "folding.*", "data.cache",
-    "train.steps", "train.device", "train.compile", "train.kernels", "train.microbatch_size",
+    "parallel.*", "memory.*", "precision.master", "log.*", "checkpoint.*", "early_stopping.*", "sampling.*",
+    "folding.*", "data.cache", "train.steps", "train.device", "train.compile", "train.kernels", "train.microbatch_size",
     "train.validate_every", "train.validation_batches", "reference.form", "experts.show",
 )  # fmt: skip
 """Keys that say where, how and for how long a run is computed, and what is shown: a step learns what it would have."""

@@ -21,6 +21,7 @@ from cai_apps.run.files.origin import ORIGIN, Origin
 from cai_apps.run.files.position import Position
 from cai_mesh import checkpoint
 from cai_mesh.errors import CheckpointError, DataError
+from cai_mesh.files import folder, remove
 
 if TYPE_CHECKING:
     from cai_apps.compose.session import Session
@@ -158,6 +159,33 @@ class Saver:
         )
         self.step = position.step
 
+    def save_best(self, position: Position) -> None:
+        """Save what has the lowest validation loss, in place of what had it before. Collective.
+
+        It is written before anything else happens; where the disk has no room there is a line, and the old one stays.
+
+        Args:
+            position: the position, whose last validation is the best.
+        """
+        self.wait()
+        if not self._has_room(position):
+            return
+        state, best = self._session.state(), self._run.best
+        if not_finite(state):  # an overflow that the next step ends the run for
+            return
+        if dist.get_rank() == 0:
+            folder(best)
+            remove(best / f"step-{position.step}")  # of a run that went on from before it
+        dist.barrier()
+        checkpoint.save(
+            best, {**state, POSITION: asdict(position), ORIGIN: self._origin.value()}, step=position.step
+        ).wait()
+        if dist.get_rank() == 0:
+            for older in checkpoint.steps(best):
+                if older.name != f"step-{position.step}":
+                    remove(older.rename(older.with_name(f"{older.name}.deleting")))
+        dist.barrier()
+
     def _in_background(self, state: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is written while training goes on. Collective, as is the group that is made for it."""
         config = self._session.config
@@ -207,7 +235,7 @@ def is_due(config: RunConfig, position: Position, *, left_out: bool = False, by_
     """
     every, last = config.checkpoint.every, position.step == config.train.steps
     by_steps = bool(every) and position.step % every == 0
-    if last:
+    if last or position.standing.ends(config.early_stopping):
         return config.checkpoint.final or by_steps
     return (by_steps or by_clock) and not left_out
 
@@ -305,7 +333,7 @@ def _load(session: Session, source: Path) -> tuple[Position, list[str], dict[str
         if name not in unbiased and not (lacks and name.startswith(AVERAGE))
     }
     values = checkpoint.load(source, target_state)
-    position = Position(**values[POSITION])
+    position = Position.of_value(values[POSITION])
     if position.step > session.config.train.steps:
         raise CheckpointError(
             f"the checkpoint {source} is past the end of the run",

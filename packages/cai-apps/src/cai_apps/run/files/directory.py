@@ -2,6 +2,7 @@
 
 RUN_DIR/config.toml      the config with everything worked out, of the last start that got to train
         run.lock         while a run writes here
+        starts.jsonl     when, by which command and on which machine it was started, a line a start
         metrics.jsonl    one record per step
         texts.jsonl      what the model said after each validation
         checkpoints/ plots/ export/ crash/
@@ -121,6 +122,16 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """The directory of the checkpoint with the lowest validation loss, if `checkpoint.best` asks for one."""
+        return self.path / "best"
+
+    @property
+    def best_export(self) -> Path:
+        """The directory of the model that a command has made of that checkpoint."""
+        return self.path / "best-export"
 
     @property
     def plots(self) -> Path:

@@ -8,7 +8,7 @@ from cai_pipeline import Timeline, draw
 
 
 def draw_steps(run: RunDirectory, ran: Timeline, simulated: Timeline) -> None:
-    """Draws a step as it ran and as it was to be expected from what its actions took, in seconds, to plots/."""
-    write_text(run.plots / "pipeline.svg", draw.svg(ran))
-    write_text(run.plots / "pipeline-simulated.svg", draw.svg(simulated))
+    """Draws a step as it ran, and below it as it was predicted from what its actions took, in seconds, to plots/."""
+    steps = {"as it ran": ran, "as predicted from the time of each action": simulated}
+    write_text(run.plots / "pipeline.svg", draw.svg(steps, unit="s"))
     write_text(run.plots / "pipeline.trace.json", draw.trace({"ran": ran, "simulated": simulated}))

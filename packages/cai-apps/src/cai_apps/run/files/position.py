@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cai_apps.run.files.standing import Standing
 
 VALIDATION = "validation_"
 """The beginning of the names of what a validation measures, in records."""
@@ -17,6 +21,13 @@ class Position:
     """Samples consumed; where the next global batch starts in the shuffled order."""
     units: int = 0
     """Units of throughput consumed, such as tokens."""
+    standing: Standing = field(default_factory=Standing)
+    """What its validations say."""
+
+    @classmethod
+    def of_value(cls, value: Mapping[str, Any]) -> Position:
+        """Return the position that a checkpoint holds as a plain value."""
+        return cls(**{**value, "standing": Standing(**value.get("standing", {}))})
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
     seconds = parameters.get_as_int("timeout", 600) or 600
-    first = [_store(int(parameters.endpoint.rpartition(":")[2] or 0), seconds)]
+    first = [store(int(parameters.endpoint.rpartition(":")[2] or 0), seconds)]
 
     class Loopback(RendezvousHandler):
         """The rendezvous of one agent, which is complete at once."""
@@ -98,9 +98,9 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
         def next_rendezvous(self) -> RendezvousInfo:
             """Ranks that are started again meet in a new store: in the old one are addresses of those before them."""
-            store = first.pop() if first else _store(0, seconds)
-            prefixed_store = PrefixStore(parameters.run_id, store)
-            return RendezvousInfo(prefixed_store, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
+            shared = first.pop() if first else store(0, seconds)
+            prefixed_store = PrefixStore(parameters.run_id, shared)
+            return RendezvousInfo(prefixed_store, 0, 1, RendezvousStoreInfo(ADDRESS, shared.port))
 
         def is_closed(self) -> bool:
             return False
@@ -120,8 +120,16 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     return Loopback()
 
 
-def _store(port: int, seconds: int) -> TCPStore:
-    """A store that listens on loopback. Raises `MeshError` where the port is taken."""
+def store(port: int, seconds: int) -> TCPStore:
+    """Return a store that listens on loopback.
+
+    Args:
+        port: its port; 0: one that is free.
+        seconds: the time that ranks wait in it for each other.
+
+    Raises:
+        MeshError: the port is taken.
+    """
     from datetime import timedelta
 
     from torch.distributed import TCPStore

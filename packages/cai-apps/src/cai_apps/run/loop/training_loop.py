@@ -114,16 +114,29 @@ class Loop:
         speed = Speed(self.work.unit, self.session.mesh.size(), peak_flops(self.device))
         self._since = time.perf_counter()
         try:
-            while position.step < self._steps and not self.stopped:
+            while position.step < self._steps and not (self.stopped or self.ends(position)):
                 position, metrics = self._step(position, prefetch, speed)
                 if self._validates(position.step):
                     with self.paused():
                         metrics = replace(metrics, **self._validate())
+                    position = self._judged(position, metrics)
                     self._since = time.perf_counter()
                 self.on_step(metrics, position)
         finally:
             prefetch.close()
         return position
+
+    def ends(self, position: Position) -> bool:
+        """Whether validations end the run at a position before its last step."""
+        early = position.standing.ends(self.session.config.early_stopping)
+        return early and position.step < self._steps
+
+    def _judged(self, position: Position, metrics: Metrics) -> Position:
+        """Return a position with its last validation."""
+        assert metrics.validation_loss is not None
+        options = self.session.config.early_stopping
+        standing = position.standing.after(position.step, metrics.validation_loss, options)
+        return replace(position, standing=standing)
 
     @property
     def _steps(self) -> int:
@@ -156,7 +169,9 @@ class Loop:
             self._stop(position.step, batch, loss, norm, targets)
         samples = config.train.global_batch
         units = samples * self.work.unit.per_sample
-        position = Position(position.step + 1, position.samples + samples, position.units + units)
+        position = Position(
+            position.step + 1, position.samples + samples, position.units + units, position.standing
+        )
         numbers: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": lr, "memory_bytes": int(memory)}
         numbers |= {"measures": self._ratios(ratios), "routing": dict(zip(routing, by_routers, strict=True))}
         named = dict(zip(self.work.flops, flops, strict=True))

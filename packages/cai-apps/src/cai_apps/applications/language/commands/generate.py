@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from cai_apps.config import file as config_file
 from cai_apps.config.arguments import parse
 from cai_apps.config.ranges import COUNT, FILLED, NATURAL, SEED, Range
 from cai_apps.config.sections import BaseKind
-from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +35,8 @@ class Arguments:
     {"prompt": "..."} or a conversation whose next answer is wanted, in any form that training reads."""
     output: Annotated[Path | None, FILLED] = None
     """File of JSON lines for the answers to `prompts`, in their order; the terminal unless given."""
+    resume: bool = False
+    """Go on with an output that an earlier command of the same options has begun."""
     chat: bool = False
     """The prompt is a user's message: it is written by the model's chat template, and the answer alone is printed.
     Without a prompt, a chat in the terminal."""
@@ -70,13 +70,9 @@ class Arguments:
 def run(arguments: list[str]) -> int:
     options = parse(Arguments, arguments, command="generate")
     _check(options)
-    from cai_apps.applications.language.generate import Writer, generate, place_of
+    from cai_apps.applications.language.generate import Writer, exported, generate, place_of
 
-    run_directory, base = RunDirectory(options.directory), options.base
-    directory = options.directory
-    if run_directory.config_file.is_file():
-        directory = run_directory.export
-        base = base or config_file.parse(run_directory.config_file).get("lora", {}).get("base")
+    directory, base = exported(options.directory, options.base)
     sampling = _sampling(options)
     if options.prompt is not None or (options.prompts is None and not options.chat):
         print(
@@ -89,17 +85,23 @@ def run(arguments: list[str]) -> int:
                 chat=options.chat,
                 system=options.system,
                 chat_template=options.chat_template,
-                base=base or "compute",
+                base=base,
             )
         )
         return 0
     from cai_apps.applications.language.conversing import converse
     from cai_apps.applications.language.prompt_files import answer_file
 
-    place = place_of(directory, options.adapter, base=base or "compute")
+    place = place_of(directory, options.adapter, base=base)
     if options.prompts is not None:
         answer_file(
-            place, options.prompts, options.output, sampling, options.special_tokens, options.chat_template
+            place,
+            options.prompts,
+            options.output,
+            sampling,
+            options.special_tokens,
+            options.chat_template,
+            resumes=options.resume,
         )
     else:
         converse(Writer.of(place), sampling, system=options.system, chat_template=options.chat_template)
@@ -127,8 +129,13 @@ def _check(options: Arguments) -> None:
         raise ConfigError(
             "an output is for the prompts of a file", got=f"--output {options.output}", fix="--prompts FILE"
         )
-    if options.output is not None and options.output.exists():
-        raise ConfigError(f"{options.output} is there already", fix="name another output, or move it away")
+    if options.resume and options.output is None:
+        raise ConfigError("an output is what a command goes on with", got="--resume", fix="--output FILE")
+    if options.output is not None and options.output.exists() and not options.resume:
+        raise ConfigError(
+            f"{options.output} is there already",
+            fix="--resume goes on with it, or name another output, or move it away",
+        )
     if options.json_schema is not None and not options.json_schema.is_file():
         raise ConfigError(f"no file {options.json_schema}", expected="a file with a JSON schema")
     if options.system is not None and not options.chat:
