@@ -1,7 +1,7 @@
 """ZeRO: sharded data parallelism for an ordinary optimizer (stages 0 to 2) or module (stage 3)."""
 
 from cai_zero.average import Ema
-from cai_zero.entry import last_unsharded, no_sync, shard_module, shard_optimizer, sharding_of
+from cai_zero.entry import last_unsharded, no_sync, shard_module, shard_optimizer, sharding_of, unsharded
 from cai_zero.full_state import (
     full_optimizer_state_dict,
     full_state_dict,
@@ -39,4 +39,5 @@ __all__ = [
     "shard_module",
     "shard_optimizer",
     "sharding_of",
+    "unsharded",
 ]

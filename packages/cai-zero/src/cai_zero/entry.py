@@ -26,6 +26,7 @@ from cai_zero.precision import MixedPrecision
 from cai_zero.reduction.compression import Compression
 from cai_zero.replicated.optimizer import ShardedOptimizer
 from cai_zero.stage3.gathering import Gather
+from cai_zero.stage3.holding import hold
 from cai_zero.stage3.initial_values import Materialize
 from cai_zero.stage3.sharding import ModuleSharding, Options
 
@@ -222,3 +223,19 @@ def last_unsharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     if sharding is None or sharding.driver == "actions":
         return contextlib.nullcontext()
     return sharding._gatherer.last_unsharded()
+
+
+def unsharded(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Hold the whole weights on every rank, for forwards without gradients inside. Collective at both ends.
+
+    In stage 3 all weights are gathered once; then each rank runs as many forwards as it likes, of its own data. A model
+    whose weights nobody has sharded has them in any case.
+
+    Raises:
+        PlanError: a rank's GPU has no room for them, or a forward waits for its backward; inside, a forward is run for
+            gradients.
+    """
+    sharding: ModuleSharding | None = getattr(model, "cai_sharding", None)
+    if sharding is None:
+        return contextlib.nullcontext()
+    return hold(sharding._gatherer, sharding._lifecycle, sharding.ranks)

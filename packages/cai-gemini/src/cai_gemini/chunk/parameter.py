@@ -13,7 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from cai_gemini.chunk.given_back import GivenBack
 from cai_mesh.errors import LayoutError, PlanError
-from cai_mesh.gradients import SHAPES, Place, check_same_data, shown, use_flat, value_of, whole_of
+from cai_mesh.gradients import (
+    SHAPES,
+    Place,
+    backward_to_used,
+    check_same_data,
+    shown,
+    use_flat,
+    value_of,
+    whole_of,
+)
 from cai_mesh.layout import record_of
 
 
@@ -108,6 +117,8 @@ class KeptParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func == _SET_DATA and not args[0].cai_flat:
             return check_same_data(args[0], args[1])
+        if func is torch.autograd.backward:
+            return backward_to_used(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func == _GET:
                 return args[0]._shown_gradient()

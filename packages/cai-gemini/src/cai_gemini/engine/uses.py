@@ -53,7 +53,7 @@ class ModuleUses:
 
     def check_backward(self) -> None:
         """Raise `PlanError` before a step without any gradient, where a forward was run for some."""
-        if self._lifecycle.awaits_backward and not any(chunk.gradients.touched for chunk in self._index):
+        if self._lifecycle.may_lack_gradients and not any(chunk.gradients.touched for chunk in self._index):
             raise no_backward()
 
     def _used(self) -> dict[nn.Module, list[nn.Parameter]]:

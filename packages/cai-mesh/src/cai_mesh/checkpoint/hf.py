@@ -68,7 +68,8 @@ def load_hf(
     within: str = "",
     names: Callable[[str], str | None] = _same,
     tensors: Callable[[Mapping[str, Sequence[int]]], Mapping[str, Assembly]] = unchanged,
-) -> None:
+    strict: bool = True,
+) -> list[str]:
     """Fill a model's parameters, on any layout, from a directory of safetensors (one file, or several and an index).
 
     The files are those that `from_pretrained` would read: of one variant, such as fp16, where there are no others.
@@ -80,10 +81,11 @@ def load_hf(
         names: the files' name of a parameter of that name; None: they do not have it, and it stays as it is.
         tensors: a function of the shapes of the files' tensors that returns what the model's are made of, by present
             name: a library may have renamed parts since the files were written, or have made one tensor of several.
+        strict: whether the files must have every parameter; False: those that they lack stay as they are.
 
     A name is looked up as it is, then with and without the model's `base_model_prefix`, and a tied parameter's under
-    each of its names. Raises `CheckpointError`
-    with a table of the parameters that are missing or of another shape, before anything is written.
+    each of its names. Returns the names of the parameters that stay as they are because the files lack them. Raises
+    `CheckpointError` with a table of the parameters that are missing or of another shape, before anything is written.
     """
     directory = Path(directory)
     stored = StoredTensors(directory, file)
@@ -95,9 +97,12 @@ def load_hf(
     targets |= {name: boxed for name, boxed in buffers.items() if _find([name], assemblies, prefix)}
     aliases = _aliases(model, lambda name: (names(name) or "").removeprefix(within))
     chosen: dict[str, Assembly] = {}
-    rows = []
+    rows, absent = [], []
     for name, boxed in targets.items():
         assembly = _find(aliases.get(name, [name]), assemblies, prefix)
+        if assembly is None and not strict:
+            absent.append(name)
+            continue
         if assembly is None or assembly.shape != boxed.global_shape:
             rows.append(f"{name}: this model {boxed.global_shape}, directory {_described(assembly)}")
             continue
@@ -112,12 +117,18 @@ def load_hf(
             fix="check that config.json is the one these weights were made with",
         )
     for name, assembly in chosen.items():
-        for box, view in targets[name].pieces:
-            for part in assembly.parts:
-                if (inside := part.box.intersect(box)) is not None:
-                    values = stored.read(part.source, part.region(inside))
-                    view[inside.within(box)].copy_(part.arranged(values))
+        _fill(targets[name], assembly, stored)
     note_writes()
+    return absent
+
+
+def _fill(boxed: BoxedTensor, assembly: Assembly, stored: StoredTensors) -> None:
+    """Read what a rank has of a tensor."""
+    for box, view in boxed.pieces:
+        for part in assembly.parts:
+            if (inside := part.box.intersect(box)) is not None:
+                values = stored.read(part.source, part.region(inside))
+                view[inside.within(box)].copy_(part.arranged(values))
 
 
 def _described(assembly: Assembly | None) -> str:

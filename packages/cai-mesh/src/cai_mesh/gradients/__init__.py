@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cai_mesh.gradients.buffer import Deferred, GradBuffer, accumulate_node, check_no_gradients, defer
+from cai_mesh.gradients.gradient_views.backward_inputs import backward_asks_inputs, backward_to_used
 from cai_mesh.gradients.gradient_views.flat_use import LOOKS, check_flat_use
 from cai_mesh.gradients.gradient_views.flat_value import SHAPES, use_flat, value_of, whole_of
 from cai_mesh.gradients.gradient_views.parameters import (
@@ -58,6 +59,8 @@ __all__ = [
     "ShownParameter",
     "accumulate_node",
     "add_weight_gradient",
+    "backward_asks_inputs",
+    "backward_to_used",
     "by_rule",
     "check_flat_use",
     "check_no_gradients",

@@ -6,6 +6,7 @@ Hooks stay on `__call__`; nothing is wrapped and no name changes. One `ModuleLif
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from cai_mesh.errors import PlanError
 from cai_mesh.gradients.buffer import accumulate_node, accumulates, leaves_out
+from cai_mesh.gradients.gradient_views.backward_inputs import backward_asks_inputs
 
 
 class LifecycleListener(Protocol):
@@ -57,6 +59,15 @@ def no_backward(
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _check_no_graph() -> None:
+    """Raise PlanError where a forward would be recorded for a backward."""
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "a forward for gradients was begun while a model's weights are held for inference",
+            fix="train after it has ended, as when a stream of answers has been read or closed",
+        )
 
 
 def _grad_tensors(values: Any) -> list[torch.Tensor]:
@@ -117,14 +128,15 @@ class ModuleLifecycle:
         units: module to the leaf parameters autograd accumulates into for it. A parameter shared by several units
             belongs to one of them.
         substitutes: whether loops have other parameters, in whose place these are used. A backward that was told by
-            `inputs` to reach some of these alone raises `PlanError`, for it may have been told of others as well.
+            `inputs` to reach some of these alone raises `PlanError`, for it may have been told of others as well. Not
+            where torch asks inputs what they stand for (`backward_asks_inputs`).
 
     Attributes:
         awaits_backward: whether a forward has been run for gradients, and no parameter has had one since.
     """
 
     def __init__(self, units: Mapping[nn.Module, Sequence[nn.Parameter]], *, substitutes: bool = False):
-        self._substitutes = substitutes
+        self._substitutes = substitutes and not backward_asks_inputs()
         self._listeners: list[LifecycleListener] = []
         self._waiting: dict[nn.Module, set[int]] = {}
         self._has_frozen: dict[nn.Module, bool] = {}
@@ -141,7 +153,13 @@ class ModuleLifecycle:
             nn.Module, None
         ] = {}  # whose forward has returned nothing that says when its backward starts
         self._handles: list[Any] = []
+        self._is_paused = False
         self.watch(units)
+
+    @property
+    def may_lack_gradients(self) -> bool:
+        """Whether a forward was run for gradients, there are none, and a backward may have passed over parameters."""
+        return self._substitutes and self.awaits_backward
 
     def watch(self, units: Mapping[nn.Module, Sequence[nn.Parameter]]) -> None:
         """Watch more units, and what requires a gradient only now of those that are watched.
@@ -176,6 +194,15 @@ class ModuleLifecycle:
         """Add a listener. Listeners are told in the order in which they were added."""
         self._listeners.append(listener)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Tell listeners of no forward inside; one for gradients raises `PlanError`."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def detach(self) -> None:
         """Remove every hook."""
         for handle in self._handles:
@@ -186,6 +213,9 @@ class ModuleLifecycle:
     def _forward_starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if module not in self._trainable:
             return  # of a copy
+        if self._is_paused:
+            _check_no_graph()
+            return
         backward = _in_backward()
         if backward:
             self._open(module)
@@ -197,7 +227,7 @@ class ModuleLifecycle:
             listener.before_use(module, backward=backward)
 
     def _forward_ends(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if module not in self._trainable:
+        if module not in self._trainable or self._is_paused:
             return
         recompute = _in_backward()
         if not recompute:

@@ -50,8 +50,13 @@ class RankPool:
         """Have `modules` imported once, before ranks are forked, if no process of the pool runs yet."""
         self._preloaded |= dict.fromkeys(modules)
 
-    def _grow(self, n: int) -> None:
+    def context(self) -> Any:
+        """Return the context in which processes start: forked from one that has imported what is preloaded."""
         self._context.set_forkserver_preload(list(self._preloaded))  # is read when the first process starts
+        return self._context
+
+    def _grow(self, n: int) -> None:
+        self.context()
         while len(self._workers) < n:
             ours, theirs = self._context.Pipe()
             dump = (
@@ -59,7 +64,7 @@ class RankPool:
                 / f"stacks-{os.getpid()}-{len(self._workers)}-{time.monotonic_ns()}"
             )
             process = self._context.Process(target=serve, args=(theirs, str(dump)), daemon=True)
-            with _no_main_module():
+            with no_main_module():
                 process.start()
             theirs.close()
             self._workers.append((process, ours, dump))
@@ -162,7 +167,7 @@ def _told(errors: dict[int, str]) -> str:
 
 
 @contextlib.contextmanager
-def _no_main_module():
+def no_main_module():
     """Keep a new process from importing this one's `__main__` again, which for pytest is all of pytest."""
     main = sys.modules["__main__"]
     kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
@@ -200,6 +205,11 @@ def preload(*modules: str) -> None:
     effect. A module that cannot be imported there is passed over.
     """
     _pool().preload(*modules)
+
+
+def preloaded_context() -> Any:
+    """Return the context of processes that are forked from the one that the ranks of `run_ranks` are forked from."""
+    return _pool().context()
 
 
 def _pool() -> RankPool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from cai_mesh.adapters import BASE, adapters, scales_rows
+from cai_mesh.adapters import BASE, MAGNITUDES, adapters, scales_rows
 from cai_mesh.errors import PlanError
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -120,6 +120,10 @@ class AdapterChange(Change):
             for name, small in ((pair.down, small_down), (pair.up, small_up)):
                 kind, _, key = name.partition(".")
                 moved._modules[kind].add_module(key, _filled(small))
+        if scales_rows(self.value):
+            lengths = self.value.get_submodule(MAGNITUDES).named_children()
+            small_lengths = {key: _row_lengths(module, layer, self.value) for key, module in lengths}
+            moved._modules[MAGNITUDES] = nn.ModuleDict(small_lengths)
         return moved.train(layer.training)
 
 
@@ -129,6 +133,15 @@ def _features(layer: nn.Module, wrapper: Any) -> tuple[int, int]:
     turned = getattr(wrapper, "fan_in_fan_out", False)
     rows, columns = weight.shape
     return (rows, columns) if turned else (columns, rows)
+
+
+def _row_lengths(lengths: nn.Module, layer: nn.Module, wrapper: Any) -> nn.Module:
+    """Return lengths of the rows of a small layer (DoRA), of the class of those of the large one."""
+    small = copy.copy(lengths)
+    _, rows = _features(layer, wrapper)
+    values = torch.linspace(0.5, 1.5, rows, dtype=layer.get_parameter("weight").dtype)
+    small._parameters = {"weight": nn.Parameter(values.to(layer.get_parameter("weight").device))}
+    return small
 
 
 def _filled(layer: nn.Linear) -> nn.Linear:
@@ -172,8 +185,6 @@ def _adapters(name: str, module: nn.Module, plain: nn.Module) -> Change:
     layers = [module.get_submodule(name) for pair in adapters(module) for name in (pair.down, pair.up)]
     if not all(isinstance(layer, nn.Linear) for layer in layers):
         raise change.refusal(f"beside {type(layer).__name__}, which is no linear layer")
-    if scales_rows(module):
-        raise change.refusal("a length for every row of the weight (DoRA)")
     return change
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -231,8 +232,12 @@ def _small(model: nn.Module, config: Any, layers: str | tuple[str, str], labelle
     return SmallModel(type(model), values, config._attn_implementation, layers, config, labelled)
 
 
+@functools.lru_cache(maxsize=32)
 def _tried(small: SmallModel) -> SmallModel:
-    """`small` with the first form of inputs with which it runs, and its loss and gradients are numbers."""
+    """`small` with the first form of inputs with which it runs, and its loss and gradients are numbers.
+
+    Kept by class and config: the stages of a pipeline, of which a plan makes each, have one small model.
+    """
     failure: Exception = ValueError("its loss or its gradients are not finite")
     for form in range(len(forms_of(small.model_class, small.config))):
         tried = replace(small, form=form)
@@ -255,6 +260,7 @@ def _is_finite(small: SmallModel) -> bool:
     return all(bool(number.isfinite().all()) for number in numbers)
 
 
+@functools.lru_cache(maxsize=32)
 def _parameter_count(small: SmallModel) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in small.model_class(copy.deepcopy(small.config)).parameters())

@@ -27,11 +27,12 @@ class Adafactor(PartOptimizer):
     the estimate, is clipped to RMS `d` and scaled by `max(eps[1], RMS(weight)) * min(lr, 1 / sqrt(step))`.
 
     Args:
-        lr: bound of the relative step.
+        lr: bound of the relative step; without `relative_step`, the step itself.
         beta2_decay: the mean squares move by `step ** beta2_decay`.
         eps: (floor of the estimate's root; None: the machine epsilon of the parameter's dtype, floor of the scale).
         d: largest RMS of an update.
         weight_decay: decoupled, times `lr`.
+        relative_step: whether steps become smaller, as `1 / sqrt(step)` does once it is below `lr`.
         mesh: see `PartOptimizer`.
 
     State is float32 (float64 for float64 parameters). Two sums over the ranks a step.
@@ -46,11 +47,12 @@ class Adafactor(PartOptimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
         *,
+        relative_step: bool = True,
         mesh: AnyMesh | None = None,
     ):
         check_options("Adafactor", lr=lr, eps=eps, d=d, weight_decay=weight_decay, beta2_decay=-beta2_decay)
         defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, defaults, mesh)
+        super().__init__(params, defaults | {"relative_step": relative_step}, mesh)
 
     def slots(self, part: Part, group: dict[str, Any]) -> dict[str, tuple[int, ...] | None]:
         if not factored.is_factored(part.shape):
@@ -65,7 +67,7 @@ class Adafactor(PartOptimizer):
             live_updates = [updates[e] for e in live]
             for e, update in zip(live, live_updates, strict=True):
                 size = (weights[e] / max(e.part.numel, 1)).sqrt_().clamp_(min=group["eps"][1])
-                update.mul_(size * min(group["lr"], e.step**-0.5) / (rms[e] / group["d"]).clamp_(min=1.0))
+                update.mul_(size * step_size(e) / (rms[e] / group["d"]).clamp_(min=1.0))
             live_weights = [e.weight for e in live]
             if group["weight_decay"]:
                 torch._foreach_mul_(live_weights, 1 - group["lr"] * group["weight_decay"])
@@ -87,6 +89,12 @@ class Adafactor(PartOptimizer):
             else:
                 entry["variance"].lerp_(entry.grad.square(), weight)
         return {entry: total[0] for entry, total in zip(entries, totals, strict=True)}
+
+
+def step_size(entry: Entry) -> float:
+    """Return the step of a parameter as a part of its size."""
+    group = entry.group
+    return min(group["lr"], entry.step**-0.5) if group["relative_step"] else group["lr"]
 
 
 def local_sums(entry: Entry, values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,7 @@ whose data skip a block takes part in its gather and its reduction all the same,
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,7 +124,7 @@ class Gatherer:
         passed: Callable[[Sharded], None] = lambda unit: None,
         unexpected: Callable[[str], None] = lambda name: None,
     ):
-        self.units, self._residency = list(units), residency
+        self.units, self.device, self._residency = list(units), device, residency
         self._stream, self._compression = SideStream(device), compression
         self._ahead, self._keep = options.prefetch_bytes, not options.reshard_after_forward
         self.order: GatherOrder[Sharded] = GatherOrder(self.units, [self.units[0], *reversed(self.units[1:])])
@@ -133,6 +134,7 @@ class Gatherer:
         self._passed, self._unexpected = passed, unexpected
         self._begun = False  # a forward, by what `begin_step` has gathered
         self.keeps_last = False  # after a forward without gradients too
+        self._holds_all = False
 
     # -- one unit ------------------------------------------------------------------------------------------------
 
@@ -182,7 +184,9 @@ class Gatherer:
         unit.is_unsharded = True
 
     def free(self, unit: Sharded) -> None:
-        """Back to shards alone."""
+        """Back to shards alone, unless all units are held."""
+        if self._holds_all:
+            return
         if unit.handles is not None:
             self.finish(unit)
         self._in_backward.discard(unit)
@@ -233,6 +237,22 @@ class Gatherer:
             yield
         finally:
             self.keeps_last = False
+            self.end_step()
+
+    @contextlib.contextmanager
+    def all_unsharded(self) -> Iterator[None]:
+        """Gather all units once, and hold them until the end of this."""
+        self.end_step()
+        for unit, following in itertools.zip_longest(self.units, self.units[1:]):
+            self.start(unit)
+            if following is not None:
+                self.start(following)
+            self.finish(unit)
+        self._holds_all = True
+        try:
+            yield
+        finally:
+            self._holds_all = False
             self.end_step()
 
     def use(self, unit: Sharded, *, backward: bool) -> None:

@@ -218,9 +218,9 @@ class ModuleSharding:
         return self._gather_groups[group]
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether a forward has been run for gradients, and no parameter has had one since."""
-        return self._lifecycle.awaits_backward
+    def may_lack_gradients(self) -> bool:
+        """Whether a backward may have passed over parameters that a forward was run for."""
+        return self._lifecycle.may_lack_gradients
 
     def stepping(self) -> None:
         """An optimizer is about to change shards: what is gathered of the old ones, or on its way, is dropped."""

@@ -22,8 +22,8 @@ class Stepped(GradientOwner, Protocol):
     ranks: RankTable
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether a forward has been run for gradients, and no parameter has had one since."""
+    def may_lack_gradients(self) -> bool:
+        """Whether a backward may have passed over parameters that a forward was run for."""
         ...
 
     def stepping(self) -> None:
@@ -55,7 +55,7 @@ def follow_steps(owner: Stepped, shard_ids: Collection[int]) -> None:
             lowered.add(optimizer)
         part_steps.check(optimizer)
         alive.ensure_gradients()
-        if alive.awaits_backward and all(local_gradient(param) is None for param in shards):
+        if alive.may_lack_gradients and all(local_gradient(param) is None for param in shards):
             raise no_backward()
         alive.ranks.turns.take("a step")
         alive.stepping()

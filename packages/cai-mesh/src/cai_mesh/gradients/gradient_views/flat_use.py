@@ -91,7 +91,7 @@ class MovedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LAYERS or func in _SHAPED:
+        if func in _LAYERS or func in _SHAPED or func in (torch.autograd.backward, torch.autograd.grad):
             raise PlanError(
                 "a parameter was used in whose place another is trained, since the model was sharded or offloaded",
                 cause="somebody kept a reference to it: a list of one's own, an optimizer, another model",

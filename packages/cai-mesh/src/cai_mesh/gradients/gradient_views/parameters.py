@@ -16,6 +16,7 @@ from torch import nn
 from torch._guards import TracingContext
 
 from cai_mesh.errors import LayoutError, PlanError
+from cai_mesh.gradients.gradient_views.backward_inputs import backward_to_used
 from cai_mesh.gradients.gradient_views.flat_value import use_flat, value_of, whole_of
 from cai_mesh.gradients.gradient_views.place import Place
 from cai_mesh.gradients.gradient_views.shard_gradient import ShardGradient, shown
@@ -205,6 +206,8 @@ class ShardParameter(ShownParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.backward:
+            return backward_to_used(*args, **kwargs)
         if func is torch.autograd.grad:
             raise PlanError(
                 "torch.autograd.grad was asked for the gradient of a parameter that is a shard",
