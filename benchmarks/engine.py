@@ -121,6 +121,44 @@ def prefill(llm: LLM, prompt: int) -> float:
     return min(times)
 
 
+def beside_decodes(llm: LLM, start: int, chunk: int, decodes: int, sampling: Sampling) -> list[float]:
+    """Seconds of steps with `chunk` tokens of a prompt from `start` on, beside requests of 1,024 tokens that go on."""
+    engine, words = llm.engine, llm.model.config.vocab_size
+    for number in range(decodes):
+        engine.add(torch.randint(0, words, (1024,)).tolist(), sampling, seed=number)
+    times = []
+    with engine.computing():
+        while any(request.computed < 1024 for request in engine.requests.values()):
+            engine.step()
+        for _ in range(3):
+            prompt = torch.randint(0, words, (start + chunk + 1,)).tolist()
+            request = engine.add(prompt, sampling, seed=decodes)
+            while request.computed < start:
+                engine.step()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            engine.step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+            assert request.computed == start + chunk
+            engine.cancel(request.number)
+            llm.forget()
+    for number in list(engine.requests):
+        engine.cancel(number)
+    llm.forget()
+    return times
+
+
+def long_answers(llm: LLM, batch: int, tokens: int) -> float:
+    """Seconds of `batch` answers of so many tokens to prompts of 64."""
+    words = llm.model.config.vocab_size
+    prompts = [torch.randint(0, words, (64,)).tolist() for _ in range(batch)]
+    llm.generate(prompts, temperature=1.0, max_tokens=16, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, temperature=1.0, max_tokens=tokens, ignore_eos=True)
+    return time.perf_counter() - began
+
+
 def workload(llm: LLM, count: int) -> dict:
     """That of nano-vllm's benchmark: requests of 100 to 1,024 tokens, with answers of as many."""
     random = torch.Generator().manual_seed(0)
@@ -203,6 +241,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument(
+        "--chunk", type=int, help="a chunk of 2,048 from this token on, beside 64 requests that go on"
+    )
+    parser.add_argument("--answers", type=int, help="32 answers of so many tokens")
     parser.add_argument("--workload", type=int, help="requests of 100 to 1,024 tokens in and out")
     parser.add_argument(
         "--beside", action="store_true", help="transformers' generate_batch on the same prompts"
@@ -214,9 +256,10 @@ def main() -> None:
     bandwidth, flops = rates()
     torch.cuda.empty_cache()
     model = model_of(SHAPES[options.model], options.layers)
-    llm = LLM(
-        model, options=EngineOptions(graphs=not options.kernel_by_kernel, batch_tokens=8192), trains=False
+    sizes = EngineOptions(
+        graphs=not options.kernel_by_kernel, batch_tokens=8192 if options.chunk is None else 2048 + 64
     )
+    llm = LLM(model, options=sizes, trains=False)
     config = model.config
     read = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     if not config.tie_word_embeddings:
@@ -237,11 +280,27 @@ def main() -> None:
         print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
         for kernel in row.get("kernels", []):
             print(f"  {kernel['us']:9.1f} us {kernel['count']:6.1f} x {kernel['name']}", flush=True)
+    heads = config.num_attention_heads * head * config.num_hidden_layers
     for length in options.prefill:
         took = prefill(llm, length)
-        heads = config.num_attention_heads * head * config.num_hidden_layers
         work = length * (read - config.vocab_size * config.hidden_size * 2) + 2 * length**2 * heads
         row = {"prefill": length, "seconds": took, "floor": work / flops, "share": work / flops / took}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if options.chunk is not None:
+        took = statistics.median(beside_decodes(llm, options.chunk, 2048, 64, sampling))
+        layers = read - config.vocab_size * config.hidden_size * 2
+        work = (2048 + 64) * layers + 4 * 2048 * (options.chunk + 1024) * heads
+        floor = work / flops + 64 * token * 1024 / bandwidth
+        row = {"chunk": 2048, "from": options.chunk, "seconds": took, "floor": floor, "share": floor / took}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if options.answers:
+        took = long_answers(llm, 32, options.answers)
+        bytes_read = read + 32 * token * (64 + options.answers / 2)
+        row = {"batch": 32, "answers": options.answers, "seconds": took}
+        row |= {"tokens_per_second": 32 * options.answers / took}
+        row |= {"share": options.answers * bytes_read / bandwidth / took}
         rows.append(row)
         print(json.dumps(row), flush=True)
     if options.workload:

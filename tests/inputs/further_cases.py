@@ -222,7 +222,6 @@ FURTHER: dict[str, list[Case]] = {
     "text data": [
         lines(more.lines_too_deep, "a.jsonl:2"),
         lines(more.lines_of_null, "a.jsonl:2"),
-        lines(more.lines_with_null, "a.jsonl:2"),
         lines(more.lines_in_latin1, "a.jsonl:2"),
         lines(more.lines_of_bytes, "a.jsonl:2"),
         lines(more.lines_of_huge_numbers, "a.jsonl:2"),
@@ -240,7 +239,6 @@ FURTHER: dict[str, list[Case]] = {
         text(more.dataset_without_state, "text"),
         text(more.dataset_of_numbers, "text"),
         text(more.dataset_of_other_columns, "no column 'text'"),
-        text(more.dataset_with_nothing, "text"),
         text(more.dataset_damaged, "text"),
         language("--data.source=/dev/null " + CACHED, "/dev/null"),
         language("--data.source=/dev/zero " + CACHED, "/dev/zero"),
@@ -395,11 +393,11 @@ FURTHER: dict[str, list[Case]] = {
             ("config.toml",),
             more.run_of_one_step,
         ),
-        Case(("report", f"{HALF}"), ("directory",)),
+        Case(("report", f"{HALF}"), ("--directories",)),
         Case(("report", "a\0b"), ("NUL",)),
         Case(("report", "~nobody-here/run"), ("home",)),
         Case(("report", f"/{LONG}"), ("name",)),
-        Case(("report", "{here}/a", "{here}/b"), ("{here}/b",)),
+        Case(("report", "{here}/a", "{here}/b"), ("{here}/a",)),
     ],
     "verify": [
         *(

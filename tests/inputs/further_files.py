@@ -360,10 +360,6 @@ def lines_of_null(here: Path) -> None:
     _jsonl(here, b"null")
 
 
-def lines_with_null(here: Path) -> None:
-    _jsonl(here, b'{"text": null}')
-
-
 def lines_in_latin1(here: Path) -> None:
     _jsonl(here, b'{"text": "caf\xe9"}')
 
@@ -441,13 +437,6 @@ def dataset_of_other_columns(here: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict({"words": ["good"] * 50}).save_to_disk(str(here / "text"))
-
-
-def dataset_with_nothing(here: Path) -> None:
-    import datasets
-
-    texts = ["good " * 200, None, "good " * 200]
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(here / "text"))
 
 
 def dataset_damaged(here: Path) -> None:

@@ -14,7 +14,7 @@ from hostile_cases import HOSTILE
 from running import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof" / "inputs.md"
-HEAD = """# Bad input
+HEAD = """# What bad input is answered with
 
 What `cai` says to input that cannot be: for each the exit code and the first line of the message. Every message also
 says what was got or expected, the cause or what to do; no file is touched, and no traceback is shown. The inputs are
@@ -43,10 +43,15 @@ def main() -> None:
             "",
             f"## {group[0].upper()}{group[1:]} ({len(cases)})",
             "",
+            '<details markdown="1">',
+            f"<summary>{len(cases)} rows: input, exit, message</summary>",
+            "",
             "| input | exit | message |",
             "|---|---|---|",
+            *map(_row, cases),
+            "",
+            "</details>",
         ]
-        lines += [_row(case) for case in cases]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

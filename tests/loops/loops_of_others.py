@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from loops.cases import REFUSED, case, clip_all, started, steps
 from torch import nn
+
+from cai_mesh.gradients import backward_asks_inputs
 
 
 def tripled(param):
@@ -167,6 +170,39 @@ def backward_to_all_parameters_by_name(run):
 
 
 @case
+def backward_to_parameters_beside_another(run):
+    """Of GANs with a penalty of its own backward (StyleGAN's R1), on the discriminator alone."""
+    batches = list(run.batches(6))
+    for batch, other in zip(batches[::2], batches[1::2], strict=True):
+        run.loss(batch).backward(inputs=list(run.model.parameters()))
+        run.loss(other).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def backward_to_one_weight_beside_another(run):
+    for batch in run.batches(3):
+        run.loss(batch).backward()
+        run.loss(batch).backward(inputs=run.model.layers[0].up.weight)
+        run.see(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
+def backward_to_parameters_by_autograd_of_a_loss_with_decay(run):
+    """The loss reads weights itself; their graph ends at what the loop has, the forward's at what it computes with."""
+    for batch in run.batches(3):
+        decay = sum(p.pow(2).sum() for p in run.model.parameters())
+        inputs = dict(run.model.head.named_parameters())
+        torch.autograd.backward([run.loss(batch) + 0.01 * decay], inputs=list(inputs.values()))
+        run.see(sum(p.grad is not None for p in run.model.parameters()))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@case
 def a_block_that_is_left_out_at_random(run):
     """Stochastic depth: its forward is run and gives back what it was given."""
     block = run.model.layers[0]
@@ -188,11 +224,13 @@ PASSED_OVER = {
     "backward_to_the_first_parameters": "",
     "backward_to_all_parameters_by_name": "",
 }
-REFUSED |= {
-    (name, stage): says or ("steps without" if stage == "offload" else "has reached some parameters")
-    for name, says in PASSED_OVER.items()
-    for stage in ("zero3", "offload", "residency")
-}
+"""Right where torch asks the inputs of a backward what they stand for; refused with an older one."""
+if not backward_asks_inputs():
+    REFUSED |= {
+        (name, stage): says or ("steps without" if stage == "offload" else "has reached some parameters")
+        for name, says in PASSED_OVER.items()
+        for stage in ("zero3", "offload", "residency")
+    }
 
 
 @case

@@ -14,7 +14,7 @@ A loop that trains a plain model trains a sharded or offloaded one: what it read
 `param.grad` counts as it would for a plain parameter. Each line below is such a loop (`tests/loops`), run in
 float64 on two ranks that share a batch, or on one under offload, and compared with the plain loop on the whole batch:
 what it saw on the way and every weight at the end. **right** means equal within 1e-9; **refused** that an error names
-the cause and the fix. Nothing is wrong in silence.
+the cause and the fix. In no case is a result wrong without an error.
 
 ## What to know
 
@@ -32,7 +32,7 @@ the cause and the fix. Nothing is wrong in silence.
   Under offload a step gives their memory back: what needs their values before `zero_grad` raises, counting does not.
 - **With pipeline stages** a norm over `model.parameters()` would be that of one stage: torch's clipping, sums of norms
   and `GradScaler` are refused, `cai_mesh.clip_grad_norm_(model.parameters(), max_norm, mesh)` counts every stage.
-  One parameter's norm is what it is.
+  The norm of a single parameter is right.
 - **A parameter that no rank has used** in a step is not stepped, as torch does not: no decay, no moments, no count. One
   that some rank has used is. The ranks agree by one message of a byte a parameter.
 - **An average of the weights**: `cai_zero.Ema(model, optimizer, decay=0.999)`; copies of the model, which torch's
@@ -52,9 +52,9 @@ the cause and the fix. Nothing is wrong in silence.
   or at the next step. `full_optimizer_state_dict(optimizer, model)` is for any ranks, stages and plain loops.
 - **Change the model first.** Another head, a resized embedding or an adapter after `parallelize` or `shard_module`
   raises where nobody would cut or reduce it.
-- **`backward(inputs=...)`** does not reach parameters of stage 3 or under offload: a block computes with others in
-  their place, and torch passes over what is in no graph. A step that is left without any gradient after a forward for
-  some raises, as one does whose backward was left out. Name activations there, or use `requires_grad_(False)`.
+- **`backward(inputs=...)`** reaches the parameters it names in every stage and under offload, beside other backwards
+  too. With a torch that does not ask inputs what they stand for (2.11), stage 3 and offload raise where it has reached
+  some parameters alone, and at a step that finds no gradient after a forward.
 - **Ranks run the same loop.** One that runs a backward, a step or an evaluation alone is told what the others began.
 - **A plain tensor put into `.grad`** is this rank's, and is averaged over the ranks.
 - **A model that `parallelize` has cut**, without ZeRO, shows its gradients the same way: a rank reads its part, in its
@@ -74,7 +74,7 @@ LAYERS = """
 
 The same for models whose blocks return, hold or use what blocks of real models do (`tests/layers/models.py`). What is
 refused in stage 3 and under offload uses weights outside their block's forward, where they are flat parts or not there;
-**by autograd**: its own error about a version tells of weights that have left since.
+**by autograd**: autograd itself raises, because the weights have been freed since (a version error).
 
 """
 

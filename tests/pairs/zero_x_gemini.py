@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import twin
 from shards import DISK, MIXED, STREAMED, Case, adamw, planned, train
 from torch import nn
@@ -24,6 +25,7 @@ from cai_zero import (
     optimizer_state,
     restore_groups,
     shard_module,
+    unsharded,
 )
 from cai_zero.optimizers import Lamb
 
@@ -68,6 +70,30 @@ def test_shards_on_a_disk_equal_one_process(case: Case, tmp_path: Path):
 def test_every_mix_equals_one_process(name, shape, residency, own, keep):
     case = Case(name, shape, residency, own=own, keep=keep)
     twin.assert_equals_one_process(name, run_ranks(shape[0] * shape[1], train, case))
+
+
+def infer_between_steps(infers: bool) -> list[torch.Tensor]:
+    """Train with shards on the host; between steps each rank infers another number of times, if it does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), dist.get_rank()
+    shard_module(model, mesh, residency=ChunkResidency("auto", device_memory=10**8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.full((2, 4), 1.0 + step + rank, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if infers:
+            with unsharded(model), torch.no_grad():
+                for _ in range(1 + 2 * rank):
+                    model(torch.ones(2, 4, dtype=torch.float64))
+    with unsharded(model):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def test_whole_weights_for_a_while_change_nothing():
+    (inferring, _), (plain, _) = (run_ranks(2, infer_between_steps, infers) for infers in (True, False))
+    assert all(map(torch.equal, inferring, plain))
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
