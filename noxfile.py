@@ -133,6 +133,7 @@ def _prove(
         house.ROOT / "conftest.py",
         house.ROOT / "tests" / "matrix.toml",
         house.ROOT / house.README,
+        house.ROOT / "tests" / "page_blocks.py",
     ]
     content += [house.ROOT / "packages" / package / "README.md" for package in packages]
     key = house.digest(content)
@@ -260,6 +261,53 @@ def sweep(session: nox.Session) -> None:
     session.run("python", "tests/sweep/table.py", *session.posargs, env=TEST_ENVIRONMENT)
 
 
+TUTORIALS = {
+    "docs/fine-tuning.md": "test_the_tutorial_is_followed_to_the_letter",
+    "docs/alignment.md": "test_the_tutorial_of_preferences_is_followed_to_the_letter",
+} | {
+    f"docs/start/{name}.md": f"test_getting_started_is_followed_to_the_letter[{name}]"
+    for name in ("index", "one-gpu", "larger-than-the-gpu", "several-gpus", "own-loop")
+}
+TUTORIALS |= {
+    f"docs/tutorials/{page.name}": f"test_a_tutorial_is_followed_to_the_letter[{page.stem}]"
+    for page in sorted((house.ROOT / "docs" / "tutorials").glob("*.md"))
+    if page.stem not in ("index", "kubernetes", "notebooks")
+}
+TUTORIALS |= {
+    "docs/tutorials/kubernetes.md": "manifest",
+    "docs/hugging-face.md": "test_the_page_of_hugging_face_is_followed_to_the_letter",
+}
+"""Pages that are followed command by command, and which tests of tests/test_tutorials.py do so."""
+BESIDE_TUTORIALS = ("kubernetes", "pyyaml", "datasets", "pytorch-lightning", "nbclient", "ipykernel")
+"""What their tests need beside what the packages and their tests declare."""
+
+
+@nox.session(reuse_venv=True)
+def tutorials(session: nox.Session) -> None:
+    """Every page that is followed to the letter, each once for its text and the sources; `-- --force` repeats."""
+    house.install_everything(session)
+    session.install(*BESIDE_TUTORIALS)
+    sources = [house.ROOT / "packages" / name / "src" for name in house.PACKAGES]
+    for page, test in TUTORIALS.items():
+        check, key = f"tutorial({page})", house.digest([house.ROOT / page, *sources])
+        if house.shown(check, key) and "--force" not in session.posargs:
+            session.log(f"{page} was followed before, as it is")
+            continue
+        command = (
+            "python",
+            "-m",
+            "pytest",
+            "tests/test_tutorials.py",
+            "-k",
+            test,
+            "-m",
+            "matrix or not matrix",
+        )
+        session.run(*command, env=TEST_ENVIRONMENT)
+        house.record(check, key)
+    session.run("python", "-m", "pytest", "tests/test_notebooks.py", "-m", "matrix", env=TEST_ENVIRONMENT)
+
+
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a GPU, in the environment nox finds itself in."""
@@ -279,6 +327,7 @@ def build(session: nox.Session) -> None:
     session.log(
         f"{len(list(dist.glob('*.whl')))} wheels and {len(list(dist.glob('*.tar.gz')))} sdists in dist/"
     )
+    session.run("python", "tools/wheels.py", str(dist))
     constraints = house.link_torch(session)
     session.install("-c", str(constraints), "--find-links", str(dist), "cai-zero", "cai-gemini")
     with session.chdir(session.create_tmp()):
@@ -294,7 +343,7 @@ STRICT = ("build", "--strict")
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """The documentation, strictly, into site/; `-- serve` shows it while it is written."""
-    session.install("mkdocs-material", "mkdocstrings[python]")
+    session.install("mkdocs<2", "mkdocs-material", "mkdocstrings[python]")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     if not session.posargs:
         broken = _broken_page(Path(session.create_tmp()) / "broken")

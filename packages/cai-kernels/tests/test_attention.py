@@ -19,7 +19,7 @@ from cai_kernels import (
     merge_attention,
     varlen_attention,
 )
-from cai_kernels.attention import choice, partial
+from cai_kernels.attention import choice, last_queries, partial
 from cai_kernels.testing import assert_no_less_exact, results
 
 # probabilities are computed again from the log-sum-exp: a few float32 roundings of the size of a score
@@ -261,6 +261,18 @@ def test_the_last_queries_of_a_sequence(queries, keys, width):
     for wrong in (q, k[:, :, :queries]):
         with pytest.raises(KernelError, match="fewer queries than keys"):
             last_queries_attention(q, wrong, wrong)
+
+
+def test_the_last_queries_of_projections_have_the_strides_that_graphs_expect():
+    """Heads are neighbours of a token in what layers give; what comes out is without gaps, as it is said to be."""
+    inputs, dout = tensors(2, 4, 2, 8, 20, 16)
+    out, lse = last_queries._last_queries_attention(*inputs, 0.25)
+    gradients = last_queries._last_queries_attention_backward(dout, *inputs, out, lse, 0.25)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        expected = last_queries._empty(*inputs, 0.25)
+        expected += last_queries._empty_gradients(dout, *inputs, out, lse, 0.25)
+    for got, want in zip((out, lse, *gradients), expected, strict=True):
+        assert got.stride() == want.stride()
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])

@@ -106,7 +106,7 @@ def materialized():
     model.loss_function = in_float64
     parallelize(model, mesh_of(tp=2))
     model.to_empty(device="cpu")
-    for p in model.parameters():
+    for p in (*model.parameters(), *model.buffers()):  # memory of any content, that of rotary frequencies too
         nn.init.constant_(p, 0.01)
     model(input_ids=batch(0), labels=batch(0)).loss.backward()
     return float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))

@@ -44,7 +44,8 @@ def _last_queries_attention(
     keys, values = (_parts(tensor, query.shape[2]) for tensor in (key, value))
     before = attention_with_lse(query, keys[0], values[0], scale=scale)
     of_queries = attention_with_lse(query, keys[1], values[1], scale=scale, causal=True)
-    return merge_attention(*before, *of_queries, dtype=query.dtype)
+    out, lse = merge_attention(*before, *of_queries, dtype=query.dtype)
+    return out.contiguous(), lse.contiguous()  # graphs expect the strides of `_empty`
 
 
 def _last_queries_attention_backward(
@@ -59,7 +60,9 @@ def _last_queries_attention_backward(
     keys, values = (_parts(tensor, query.shape[2]) for tensor in (key, value))
     dq, dk, dv = attention_backward(dout, query, keys[0], values[0], out, lse, scale=scale)
     of_queries = attention_backward(dout, query, keys[1], values[1], out, lse, scale=scale, causal=True)
-    return dq + of_queries[0], torch.cat([dk, of_queries[1]], 2), torch.cat([dv, of_queries[2]], 2)
+    total = torch.empty_like(dq, memory_format=torch.contiguous_format)
+    torch.add(dq, of_queries[0], out=total)
+    return total, torch.cat([dk, of_queries[1]], 2), torch.cat([dv, of_queries[2]], 2)
 
 
 def _empty(query, key, value, scale):

@@ -67,7 +67,8 @@ def _merge_attention(
 def _empty(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(out_a, dtype=dtype), lse_a.new_empty(lse_a.shape, dtype=torch.float32)
+    out = torch.empty_like(out_a, dtype=dtype, memory_format=torch.contiguous_format)
+    return out, lse_a.new_empty(lse_a.shape, dtype=torch.float32)
 
 
 merge_attention = define(_merge_attention, _empty)
