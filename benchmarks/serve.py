@@ -3,7 +3,7 @@
     cai serve MODEL --port 8000                                     # or vLLM, or whatever speaks OpenAI's interface
     python benchmarks/serve.py --url http://127.0.0.1:8000 --out served.json
     python benchmarks/serve.py --offline MODEL --out offline.json   # the same prompts through LLM.generate
-    python benchmarks/serve.py --tiny                               # all of it on a small model, on a CPU
+    python benchmarks/serve.py --shape tiny                         # a random model, served here and then offline
 
 `load`: requests come at random instants (Poisson) at a rate, or as soon as one of so many streams is free; each has a
 prompt and an answer of drawn lengths. Goodput counts requests whose first token and mean interval are within limits.
@@ -23,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+from engine import SHAPES
 
 FIRST_TOKEN, INTERVAL = 2.0, 0.1
 """Seconds within which a request is good."""
@@ -218,46 +219,38 @@ async def shared_prefix(client: Client, words: int, length: int, count: int) -> 
     return {"kind": "shared prefix", "prefix": length} | row | {"ratio": row["apart"] / row["alike"]}
 
 
-def offline(model: str, asked: Sequence[Asked], engine: dict[str, Any]) -> dict[str, Any]:
-    """The same prompts through LLM.generate."""
+def offline(options: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> None:
+    """The prompts of the most streams through LLM.generate."""
     from cai_apps.engine import LLM, EngineOptions, Sampling
 
-    llm = LLM(model, options=EngineOptions(**engine))
+    asked = drawn(options.requests, options.words, options.prompt, options.answer, options.seed)
+    asked = asked[: max(4 * max(options.streams), options.least)]
+    engine = EngineOptions(batch_tokens=options.batch_tokens, requests=options.engine_requests)
+    llm = LLM(options.offline, options=engine)
     prompts = [each.prompt for each in asked]
     samplings = [Sampling(max_tokens=each.tokens, temperature=0, ignore_eos=True) for each in asked]
-    llm.generate(prompts[:2], samplings[:2])
-    seconds = []
-    for _ in range(2):  # the second time all graphs are there
+    for number in range(2):  # the second time all graphs are there
         llm.forget()
         began = time.perf_counter()
         outputs = llm.generate(prompts, samplings)
-        seconds.append(time.perf_counter() - began)
-    tokens = sum(len(output.token_ids) for output in outputs)
-    return {
-        "kind": "offline",
-        "tokens": tokens,
-        "seconds": seconds[-1],
-        "tokens_per_second": tokens / seconds[-1],
-    }
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.token_ids) for output in outputs)
+        row = {"kind": "offline", "turn": number + 1, "tokens": tokens, "seconds": seconds}
+        note(row | {"tokens_per_second": tokens / seconds})
 
 
-async def experiments(options: argparse.Namespace) -> list[dict[str, Any]]:
+async def experiments(options: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> None:
     client = Client(options.url, options.token, options.model)
     await client.open()
     asked = drawn(options.requests, options.words, options.prompt, options.answer, options.seed)
-    rows: list[dict[str, Any]] = []
-
-    def note(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-
     try:
         if not options.cold:
             await streams(client, asked[: max(options.streams)], max(options.streams))  # graphs are made
         for most in options.streams:
             note(await streams(client, asked[: max(4 * most, options.least)], most))
         for rate in options.rates:
-            note(await poisson(client, asked, rate, options.seed))
+            few = asked[: max(options.least, round(rate * options.rate_seconds))]
+            note(await poisson(client, few, rate, options.seed))
         if options.long:
             note(
                 await long_prompt(client, options.words, options.long, options.beside, options.beside_tokens)
@@ -266,7 +259,6 @@ async def experiments(options: argparse.Namespace) -> list[dict[str, Any]]:
             note(await shared_prefix(client, options.words, options.shared, 8))
     finally:
         await client.close()
-    return rows
 
 
 def parsed() -> argparse.Namespace:
@@ -279,6 +271,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--engine-requests", type=int, default=256, help="of the offline engine")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 64, 256, 512])
     parser.add_argument("--rates", type=float, nargs="*", default=[1, 4, 16], help="requests a second")
+    parser.add_argument("--rate-seconds", type=float, default=60, help="seconds that requests come at a rate")
     parser.add_argument("--requests", type=int, default=2048, help="prompts that are drawn")
     parser.add_argument("--least", type=int, default=16, help="requests of the smallest number of streams")
     parser.add_argument(
@@ -295,85 +288,117 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cold", action="store_true", help="nothing is asked before")
     parser.add_argument(
-        "--tiny", action="store_true", help="a small model on this machine, served and offline"
+        "--shape",
+        choices=["tiny", *sorted(SHAPES)],
+        help="a random model of this machine, served and offline",
+    )
+    parser.add_argument(
+        "--serve", nargs="*", default=[], help="further flags of `cai serve`, as --requests=512"
     )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
-def tiny_model(directory: Path) -> Path:
-    """A random LLaMA and a tokenizer of the standard library's text."""
-    import inspect
+TINY_SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+TINY_SIZES = {
+    "streams": [1, 4],
+    "rates": [4.0],
+    "rate_seconds": 4.0,
+    "requests": 16,
+    "least": 4,
+    "prompt": [8, 32],
+    "answer": [8, 16],
+    "words": 500,
+    "long": 2048,
+    "beside": 2,
+    "beside_tokens": 48,
+    "shared": 1024,
+}
 
+
+def tokenizer_of(words: int) -> Any:
+    """A tokenizer in which each of so many ids is a text of its own, so that each token of an answer is an event."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = ["<|end|>", *letters, *(f"\u0120w{number}" for number in range(words))][:words]
+    tokenizer = Tokenizer(models.BPE({text: id_ for id_, text in enumerate(texts)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def random_model(shape: str, directory: Path) -> None:
+    """Write a model of a published shape with random weights, and a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from cai_apps.data.tokenizer import train_tokenizer
-
-    tokenizer = train_tokenizer([inspect.getsource(argparse)], 512)
+    values = dict(TINY_SHAPE if shape == "tiny" else SHAPES[shape])
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+    config = AutoConfig.for_model(**values, eos_token_id=0, dtype=dtype)
+    with torch.device("cuda" if on_gpu else "cpu"):
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+    tokenizer_of(values["vocab_size"]).save_pretrained(directory)
+    if on_gpu:
+        torch.cuda.empty_cache()
 
 
-def tiny(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All of it at small sizes, the server in a process of its own."""
-    sizes = {
-        "streams": [1, 4],
-        "rates": [4.0],
-        "requests": 16,
-        "least": 4,
-        "prompt": [8, 32],
-        "answer": [8, 16],
-    }
-    sizes |= {"words": 500, "long": 2048, "beside": 2, "beside_tokens": 48, "shared": 1024}
-    vars(options).update(sizes)
+def served_here(options: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> None:
+    """All of it on a random model, the server in a process of its own; then the same prompts offline."""
+    if options.shape == "tiny":
+        vars(options).update(TINY_SIZES)
     with tempfile.TemporaryDirectory() as folder:
-        directory = tiny_model(Path(folder) / "tiny")
-        command = [sys.executable, "-m", "cai_apps", "serve", str(directory), "--port", "0"]
+        directory = Path(folder) / options.shape
+        random_model(options.shape, directory)
+        command = [sys.executable, "-m", "cai_apps", "serve", str(directory), "--port", "0", *options.serve]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
+            began = time.perf_counter()
             options.url = server.stdout.readline().split()[-1]
-            rows = asyncio.run(experiments(options))
-            server.terminate()
-        asked = drawn(options.requests, options.words, options.prompt, options.answer, options.seed)
-        return [*rows, offline(str(directory), asked, {})]
+            note({"kind": "start", "seconds": time.perf_counter() - began})
+            try:
+                asyncio.run(experiments(options, note))
+            finally:
+                server.terminate()
+        options.offline = str(directory)
+        offline(options, note)
 
 
 def main() -> None:
-    options = parsed()
-    if options.tiny:
-        rows = tiny(options)
+    options, rows = parsed(), []
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        report = {
+            "command": " ".join(["python", *sys.argv]),
+            "machine": platform.platform(),
+            "goodput_limits": {"first_token": FIRST_TOKEN, "interval": INTERVAL},
+            "rows": rows,
+        }
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1))
+
+    if options.shape:
+        served_here(options, note)
     elif options.url:
-        rows = asyncio.run(experiments(options))
+        asyncio.run(experiments(options, note))
     elif options.offline:
-        asked = drawn(options.requests, options.words, options.prompt, options.answer, options.seed)
-        most = max(4 * max(options.streams), options.least)
-        engine = {"batch_tokens": options.batch_tokens, "requests": options.engine_requests}
-        rows = [offline(options.offline, asked[:most], engine)]
-        print(json.dumps(rows[-1]))
+        offline(options, note)
     else:
-        raise SystemExit("--url, --offline or --tiny says what is measured")
-    report = {
-        "command": " ".join(["python", *sys.argv]),
-        "machine": platform.platform(),
-        "goodput_limits": {"first_token": FIRST_TOKEN, "interval": INTERVAL},
-        "rows": rows,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=1))
+        raise SystemExit("--url, --offline or --shape says what is measured")
 
 
 if __name__ == "__main__":

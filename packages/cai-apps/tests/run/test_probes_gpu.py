@@ -43,10 +43,8 @@ def test_a_snapshot_has_the_lines_that_took_most(tmp_path, device):
     assert before + 64 * MIB <= fields["allocated_bytes"] < before + 80 * MIB, (
         "the second step's, not the first's"
     )
-    (most, *_) = fields["sites"]
-    assert (
-        most["bytes"] == 64 * MIB and "test_probes_gpu.py" in most["place"] and "torch.empty" in most["code"]
-    )
+    ours = [site for site in fields["sites"] if "test_probes_gpu.py" in site["place"]]
+    assert ours[0]["bytes"] == 64 * MIB and "torch.empty" in ours[0]["code"], "other tests may have left more"
     assert fields["device"] == torch.cuda.get_device_name(device)
     del kept
 
