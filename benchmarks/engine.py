@@ -112,8 +112,8 @@ def decode(llm: LLM, batch: int, prompt: int, steps: int, sampling: Sampling) ->
 def prefill(llm: LLM, prompt: int) -> float:
     words = llm.model.config.vocab_size
     times = []
-    for _ in range(3):
-        ids = torch.randint(0, words, (prompt,)).tolist()
+    for shorter in range(3):  # each length is new, as those of prompts are
+        ids = torch.randint(0, words, (prompt - shorter,)).tolist()
         torch.cuda.synchronize()
         began = time.perf_counter()
         llm.generate([ids], temperature=0, max_tokens=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from cai_kernels import (
     explain_attention,
     last_queries_attention,
     merge_attention,
+    prompt_attention,
     varlen_attention,
 )
 from cai_kernels.attention import choice, last_queries, partial
@@ -263,6 +265,38 @@ def test_the_last_queries_of_a_sequence(queries, keys, width):
             last_queries_attention(q, wrong, wrong)
 
 
+def by_a_mask(q, k, v, window):
+    """Attention of the last queries with every score in memory."""
+    queries, keys = q.shape[2], k.shape[2]
+    behind = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(
+        keys, device=q.device
+    )
+    seen = (behind >= 0) & (behind < (window or keys))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    scores = (q @ k.transpose(2, 3) / q.shape[3] ** 0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(3) @ v
+
+
+PROMPTS = [
+    (12, 12, 16, None),
+    (12, 30, 16, None),
+    (12, 30, 16, 7),
+    (9, 9, 16, 4),
+    (1, 9, 16, 3),
+    (8, 19, 8, None),
+]
+
+
+@pytest.mark.parametrize(("queries", "keys", "width", "window"), [*PROMPTS, (8, 19, 8, 5)])
+def test_a_prompt(queries, keys, width, window):
+    q, k, v = tensors(2, 4, 2, queries, keys, 16)[0]
+    v = v[..., :width].contiguous()
+    got = prompt_attention(q, k, v, window=window)
+    torch.testing.assert_close(got, by_a_mask(q, k, v, window), rtol=1e-4, atol=2e-5)
+    with pytest.raises(KernelError, match="more queries than keys"):
+        prompt_attention(q, k[:, :, : queries - 1], v[:, :, : queries - 1])
+
+
 def test_the_last_queries_of_projections_have_the_strides_that_graphs_expect():
     """Heads are neighbours of a token in what layers give; what comes out is without gaps, as it is said to be."""
     inputs, dout = tensors(2, 4, 2, 8, 20, 16)
@@ -427,6 +461,23 @@ def test_errors_name_the_argument():
         merge_attention(q, q[..., 0], q, q)
     with pytest.raises(KernelError, match="takes no float64"):
         merge_attention(*(t.double() for t in (q, q[..., 0], q, q[..., 0])), backend="triton")
+
+
+@pytest.mark.gpu
+def test_prompts_on_the_gpu():
+    """Right, also of values narrower than keys; and thirty lengths that are new take no time for plans."""
+    for queries, keys, width, window in [*PROMPTS, (200, 1500, 16, 300), (200, 1500, 8, 300)]:
+        q, k, v = (tensor.bfloat16() for tensor in tensors(2, 4, 2, queries, keys, 16)[0])
+        got = prompt_attention(q, k, v[..., :width], window=window)
+        want = by_a_mask(q.float(), k.float(), v[..., :width].float(), window)
+        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2)
+    rows = [torch.randn(1, 8, length, 128, device=DEVICE, dtype=torch.bfloat16) for length in range(301, 331)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for row in rows:
+        prompt_attention(row, row, row)
+    torch.cuda.synchronize()
+    assert time.perf_counter() - began < 0.1
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 The model sees a row of tokens and their positions. Its attention layers write keys and values to where the step says,
 and attend to what the blocks of each request have: requests of one token by a kernel that reads blocks where they are,
-chunks of prompts by the kernels of training, over keys that are gathered in a row.
+chunks of prompts over keys that are gathered in a row, by kernels that need no plan for a length that is new.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cai_kernels import Backend, paged_append_, paged_attention
+from cai_kernels import Backend, paged_append_, paged_attention, prompt_attention
 from cai_mesh.protocols import AttentionCall, AttentionRule
 
 PAGED_WIDTH = 256
@@ -263,8 +263,10 @@ class CachedAttention:
         """Attend with the queries of a step, to the keys of its requests in one row."""
         slots, starts = step.keys(self._group, call.window)
         pair = (cache.flatten(0, 1)[slots].transpose(0, 1)[None] for cache in caches)
-        if len(step.parts) > 1:  # one alone is a row without boundaries, for which there are faster kernels
+        if len(step.parts) > 1:
             call = replace(call, cu_seqlens=starts, query_cu_seqlens=step.starts)
+        elif call.mask is None and call.sinks is None and call.softcap is None:
+            return prompt_attention(query, *pair, scale=call.scale, window=call.window)
         return self._rule(query, *pair, call)
 
 

@@ -12,6 +12,7 @@ from cai_kernels.attention.function import attention, explain_attention, varlen_
 from cai_kernels.attention.last_queries import last_queries_attention
 from cai_kernels.attention.packed import why_not_packed
 from cai_kernels.attention.partial import attention_backward, attention_with_lse, merge_attention
+from cai_kernels.attention.prompt import prompt_attention
 from cai_kernels.attention.sinks import sink_attention
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "explain_attention",
     "last_queries_attention",
     "merge_attention",
+    "prompt_attention",
     "sink_attention",
     "varlen_attention",
     "why_not_packed",
