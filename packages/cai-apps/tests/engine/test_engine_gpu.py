@@ -44,6 +44,40 @@ def test_each_token_is_the_likeliest(kind, graphs):
     assert gaps(model, outputs) < 1e-3
     if graphs:
         assert captured and used.refusal is None, used.refusal
+        of_prompts = llm.engine._model._prompt_graphs
+        assert of_prompts is not None and of_prompts.refusal is None, of_prompts.refusal
+
+
+LENGTHS = (5, 90, 33, 17, 61, 200, 150, 34, 12, 77, 64, 65, 130, 96, 31, 180)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
+def test_prompts_that_are_read_in_pieces(kind):
+    """Prompts of sixteen lengths, in parts beside others and alone, have the logits that a forward without graphs has."""
+    model = small_model(kind).cuda()
+    swap(model, kinds=("experts",))
+    questions = [[(7 * place + length) % 100 + 3 for place in range(length)] for length in LENGTHS]
+    llm = LLM(model, options=EngineOptions(batch_tokens=96, prompt_part=40, memory=0.5), trains=False)
+    for _ in range(2):  # the second time most sizes are captured
+        outputs = llm.generate(questions, temperature=0, max_tokens=24)
+        assert gaps(model, outputs) < 1e-3
+        llm.forget()
+    for question in questions:
+        assert gaps(model, llm.generate([question], temperature=0, max_tokens=2)) < 1e-3
+    graphs = llm.engine._model._prompt_graphs
+    assert graphs is not None and len(graphs._captured) >= 3 and graphs.refusal is None
+    layers = sum(layer is not None for _, layer in next(iter(graphs._captured.values())))
+    assert layers == model.config.num_hidden_layers
+
+
+def test_a_model_that_waits_for_the_gpu_reads_prompts_as_ever():
+    model, questions = small_model("mixtral").cuda(), prompts(20)
+    llm = LLM(model, options=EngineOptions(batch_tokens=64, memory=0.5))
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        outputs = llm.generate(questions, temperature=0, max_tokens=24)
+    graphs = llm.engine._model._prompt_graphs
+    assert graphs is not None and graphs.refusal is not None and not graphs._captured
+    assert gaps(model, outputs) < 1e-3
 
 
 def test_drawn_tokens_are_those_without_graphs():

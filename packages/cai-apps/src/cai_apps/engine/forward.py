@@ -14,6 +14,7 @@ from cai_apps.compose.documents import document_rule
 from cai_apps.engine.graphs import DecodeGraphs
 from cai_apps.engine.layout import CacheLayout, one_group
 from cai_apps.engine.linears import SharedInputs
+from cai_apps.engine.prompt_graphs import PromptGraphs
 from cai_apps.engine.ranks import Logits
 from cai_apps.engine.schedule import Limits
 from cai_apps.engine.step import CachedAttention, Rows, Slab, Step
@@ -28,7 +29,8 @@ class CachedModel:
         limits: the size of a forward.
         blocks: blocks of the cache.
         longest: tokens of the longest request; None: as many as all blocks have.
-        graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU.
+        graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU; those of prompts
+            are, in pieces, where a process has the model alone.
         forward: the model's forward to logits, on ranks that have it together; None: the model's own.
         layout: the groups of its layers; None: all have the same blocks.
 
@@ -59,11 +61,15 @@ class CachedModel:
         self._linears = SharedInputs(model)
         self._addresses: tuple[int, ...] = ()
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         if graphs and self.device.type == "cuda":
             most = blocks if longest is None else min(blocks, -(-longest // limits.block_size))
             self._graphs = DecodeGraphs(
                 self._row_logits, limits.requests, most, len(layout.windows), self.device
             )
+            if forward is None:
+                rules = list(self._rules.values())
+                self._prompt_graphs = PromptGraphs(self._some_logits, rules, limits.requests, self.device)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -72,7 +78,7 @@ class CachedModel:
         Then each module is as it was, also after an error.
         """
         if self._graphs is not None:
-            self._check_addresses(self._graphs)
+            self._check_addresses()
         modes = [(module, module.training) for module in self._model.modules()]
         try:
             for module, _ in modes:
@@ -89,10 +95,13 @@ class CachedModel:
             logits = self._graphs.logits(step.rows)
             if logits is not None:
                 return logits
+        elif self._prompt_graphs is not None:
+            logits = self._prompt_graphs.logits(step, places)
+            if logits is not None:
+                return logits
         rows = torch.tensor([*places] or [0]).to(self.device, non_blocking=True)
-        keep = {"logits_to_keep": rows} if self._keeps_some else {}
-        logits = self._run(step.rows, step, **keep)[0]
-        return logits if self._keeps_some else logits[rows]
+        self._see(step.rows, step)
+        return self._some_logits(step.rows.ids, step.rows.places, rows)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of all layers, of which each pair names one and where it goes."""
@@ -105,22 +114,37 @@ class CachedModel:
             slab.free()
         for rule in self._rules.values():
             rule.rows = rule.step = None
-        if self._graphs is not None:
-            self._graphs.forget()
+        self._forget_graphs()
 
-    def _check_addresses(self, graphs: DecodeGraphs) -> None:
+    def _forget_graphs(self) -> None:
+        for graphs in (self._graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.forget()
+
+    def _check_addresses(self) -> None:
         """Forget graphs where weights are somewhere else than when they were captured, as after an offload."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if addresses != self._addresses:
-            graphs.forget()
+            self._forget_graphs()
             self._addresses = addresses
 
-    def _row_logits(self, rows: Rows) -> Tensor:
-        with self._linears.together():
-            return self._run(rows, None)
-
-    def _run(self, rows: Rows, step: Step | None, **keep: Tensor) -> Tensor:
+    def _see(self, rows: Rows, step: Step | None) -> None:
+        """Let attention layers see the requests of a forward."""
         for rule in self._rules.values():
             rule.rows, rule.step = rows, step
-        return self._forward({"input_ids": rows.ids, "position_ids": rows.places, "use_cache": False, **keep})
+
+    def _row_logits(self, rows: Rows) -> Tensor:
+        """Compute logits [1, R, V] of requests of one token."""
+        self._see(rows, None)
+        with self._linears.together():
+            return self._computed(rows.ids, rows.places)
+
+    def _some_logits(self, ids: Tensor, places: Tensor, wanted: Tensor) -> Tensor:
+        """Compute tokens [1, T] at positions; return logits [R, V] of some rows."""
+        keep = {"logits_to_keep": wanted} if self._keeps_some else {}
+        logits = self._computed(ids, places, **keep)[0]
+        return logits if self._keeps_some else logits[wanted]
+
+    def _computed(self, ids: Tensor, places: Tensor, **keep: Tensor) -> Tensor:
+        return self._forward({"input_ids": ids, "position_ids": places, "use_cache": False, **keep})

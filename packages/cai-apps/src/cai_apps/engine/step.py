@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -217,15 +217,23 @@ class CachedAttention:
     Attributes:
         rows: the tensors that the forward reads.
         step: the step, where it has parts of several tokens.
+        instead: a function of the rule and of what it is asked, called in its place, as while a forward is captured.
     """
 
     def __init__(self, slab: Slab, group: int, rule: AttentionRule):
         self._slab, self._group, self._rule = slab, group, rule
         self.rows: Rows | None = None
         self.step: Step | None = None
+        self.instead: Callable[..., Tensor] | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
         """[1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
+        if self.instead is not None:
+            return self.instead(self, query, key, value, call)
+        return self.attend(query, key, value, call)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+        """Write keys and values to blocks, and attend: [1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
         (keys, values), rows, step = self._slab.of(key, value), self.rows, self.step
         assert rows is not None
         caches = keys, values
