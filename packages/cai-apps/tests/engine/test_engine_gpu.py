@@ -53,7 +53,7 @@ LENGTHS = (5, 90, 33, 17, 61, 200, 150, 34, 12, 77, 64, 65, 130, 96, 31, 180)
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3", "gpt2"])
 def test_prompts_that_are_read_in_pieces(kind):
-    """Prompts of sixteen lengths, in parts beside others and alone, have the logits that a forward without graphs has."""
+    """Prompts of sixteen lengths, in parts beside others and alone, have the logits of a forward without graphs."""
     model = small_model(kind).cuda()
     swap(model, kinds=("experts",))
     questions = [[(7 * place + length) % 100 + 3 for place in range(length)] for length in LENGTHS]

@@ -37,6 +37,7 @@ class Engine:
         ends: ids at which an answer ends.
         longest: tokens of the longest request; None: as many as all blocks have.
         graphs: whether forwards of one token a request are CUDA graphs, on a GPU.
+        prompt_graphs: whether those of prompts are, too, where `graphs` says so.
         forward: the model's forward to logits, on ranks that have it together; None: the model's own.
         layout: the groups of its layers; None: all have the same blocks.
 
@@ -56,6 +57,7 @@ class Engine:
         *,
         longest: int | None = None,
         graphs: bool = False,
+        prompt_graphs: bool = False,
         forward: Logits | None = None,
         layout: CacheLayout | None = None,
     ):
@@ -66,7 +68,14 @@ class Engine:
         self.requests: dict[int, Request] = {}
         self._numbers = itertools.count()
         self._model = CachedModel(
-            model, self.limits, blocks, longest, graphs=graphs, forward=forward, layout=layout
+            model,
+            self.limits,
+            blocks,
+            longest,
+            graphs=graphs,
+            prompt_graphs=prompt_graphs,
+            forward=forward,
+            layout=layout,
         )
         self._flight: Flight | None = None
 

@@ -29,8 +29,8 @@ class CachedModel:
         limits: the size of a forward.
         blocks: blocks of the cache.
         longest: tokens of the longest request; None: as many as all blocks have.
-        graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU; those of prompts
-            are, in pieces, where a process has the model alone.
+        graphs: whether forwards of one token a request are CUDA graphs, where the model is on a GPU.
+        prompt_graphs: whether those of prompts are, too, between attention layers.
         forward: the model's forward to logits, on ranks that have it together; None: the model's own.
         layout: the groups of its layers; None: all have the same blocks.
 
@@ -46,6 +46,7 @@ class CachedModel:
         longest: int | None,
         *,
         graphs: bool,
+        prompt_graphs: bool,
         forward: Logits | None = None,
         layout: CacheLayout | None = None,
     ):
@@ -67,7 +68,7 @@ class CachedModel:
             self._graphs = DecodeGraphs(
                 self._row_logits, limits.requests, most, len(layout.windows), self.device
             )
-            if forward is None:
+            if prompt_graphs:
                 rules = list(self._rules.values())
                 self._prompt_graphs = PromptGraphs(self._some_logits, rules, limits.requests, self.device)
 

@@ -104,6 +104,7 @@ class LLM:
             _ends(model, self.tokenizer),
             longest=self.longest,
             graphs=options.graphs and not has_stages(model),
+            prompt_graphs=ranks is None,
             forward=forward,
             layout=layout,
         )

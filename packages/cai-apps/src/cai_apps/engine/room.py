@@ -34,8 +34,9 @@ class EngineOptions:
         requests: the most requests that are computed side by side.
         prompt_part: the most tokens of a prompt in a forward in which other requests go on, so that a long one holds
             them up less; None: as many as there is room for.
-        graphs: whether forwards of one token a request are CUDA graphs, on a GPU that has the model alone. A graph is
-            made when a batch of its size first comes, within a second.
+        graphs: whether forwards are CUDA graphs, on a GPU that has the model alone: those of one token a request whole,
+            and those that read prompts, of up to 1,024 tokens, between attention layers. One is made when a batch of
+            its size comes, within a second.
     """
 
     memory: float | None = None
