@@ -96,6 +96,11 @@ class _Recording:
             graph.capture_end()
             self.pieces.append((graph, layer))
 
+    def abandon(self, stream: torch.cuda.Stream) -> None:
+        """End a capture that has failed, whatever that says, before anything else uses its stream."""
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
+            self.end()
+
     def cut(
         self, rule: CachedAttention, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> Tensor:
@@ -160,7 +165,7 @@ class PromptGraphs:
         self._ids[:, :tokens] = step.rows.ids
         self._places[:, :tokens] = step.rows.places
         wanted = torch.tensor([*rows] or [0]).to(self._ids.device, non_blocking=True)
-        self._wanted[: len(wanted)] = wanted
+        self._wanted.zero_()[: len(wanted)] = wanted  # no row of a longer forward
         for rule in self._rules:
             rule.rows, rule.step = step.rows, step
         for graph, layer in self._captured[size]:
@@ -182,6 +187,7 @@ class PromptGraphs:
         """Capture the pieces of so many tokens; return whether that is possible."""
         recording = _Recording(self._buffers, size, self._pool)
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        self._wanted.zero_()
         stream.wait_stream(current)
         for rule in self._rules:
             rule.instead = recording.cut
@@ -193,6 +199,7 @@ class PromptGraphs:
                 recording.end()
             self._captured[size] = recording.pieces
         except RuntimeError as error:  # a part of the model waits for the GPU, or has a mask of its own
+            recording.abandon(stream)
             self.refusal = (str(error).splitlines() or [""])[0]
             warnings.warn(
                 f"no CUDA graphs of this model's prompts, which are slower: {self.refusal}", stacklevel=2
@@ -201,14 +208,7 @@ class PromptGraphs:
             for rule in self._rules:
                 rule.instead = None
             current.wait_stream(stream)
-        if self.refusal is not None:
-            self._abandon(recording, stream)
         return self.refusal is None
-
-    def _abandon(self, recording: _Recording, stream: torch.cuda.Stream) -> None:
-        """End a capture that has failed, whatever that says."""
-        with contextlib.suppress(RuntimeError), torch.cuda.stream(stream):
-            recording.end()
 
     def _compute(self, size: int) -> None:
         """Compute the logits of the first rows of `_wanted` into `_logits`."""
