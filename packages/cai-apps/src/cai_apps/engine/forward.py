@@ -46,7 +46,7 @@ class CachedModel:
         longest: int | None,
         *,
         graphs: bool,
-        prompt_graphs: bool,
+        prompt_graphs: bool = False,
         forward: Logits | None = None,
         layout: CacheLayout | None = None,
     ):
@@ -70,7 +70,9 @@ class CachedModel:
             )
             if prompt_graphs:
                 rules = list(self._rules.values())
-                self._prompt_graphs = PromptGraphs(self._some_logits, rules, limits.requests, self.device)
+                self._prompt_graphs = PromptGraphs(
+                    self._some_logits, rules, limits.requests, len(layout.windows), self.device
+                )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:

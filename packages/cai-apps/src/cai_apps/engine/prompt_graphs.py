@@ -1,9 +1,10 @@
 """CUDA graphs of forwards that read prompts: of all that lies between two attention layers.
 
-Such a forward is some thousand launches, which take the host longer than the GPU where it has few tokens. Linear
-layers, norms and activations depend on the number of tokens alone. So a forward is captured in pieces, from one
-attention layer to the next, and replayed with the attention of each layer in between, which is launched as ever: it
-depends on where each request is. Pieces are of a number of tokens; fewer are computed in the next larger ones.
+Such a forward is some thousand launches, which take the host longer than the GPU where it has few tokens. All but
+attention depends on the number of tokens alone. So a forward is captured in pieces, from one attention layer to the
+next, and replayed with the attention of each layer in between, which is launched as ever: it depends on where each
+request is. Pieces are of a number of tokens; fewer are computed in the next larger ones, whose further tokens write
+no keys.
 """
 
 from __future__ import annotations
@@ -52,19 +53,21 @@ class _Layer:
     Args:
         rule: the layer's.
         call: what it was asked beside tensors.
-        inputs: query, key and value, where the piece before it writes them.
+        query: where the piece before it writes the queries [1, N, T, H].
         out: where the piece after it reads what comes out.
     """
 
     rule: CachedAttention
     call: AttentionCall
-    inputs: tuple[Tensor, Tensor, Tensor]
+    query: Tensor
     out: Tensor
 
     def attend(self, tokens: int) -> None:
         """Attend with the first tokens; the others are there to fill the piece."""
-        query, key, value = (tensor[:, :, :tokens] for tensor in self.inputs)
-        self.out[:, :, :tokens] = self.rule.attend(query, key, value, self.call)
+        place = 0
+        for part in self.rule.attend(self.query[:, :, :tokens], self.call):
+            self.out[:, :, place : place + part.shape[2]] = part
+            place += part.shape[2]
 
 
 class _Recording:
@@ -72,15 +75,15 @@ class _Recording:
 
     Args:
         buffers: the tensors between pieces.
-        tokens: of the forward.
+        slots: where keys and values are written, of each group of layers [T].
         pool: the memory of graphs.
 
     Attributes:
         pieces: the graphs, and the attention layer after each; None after the last.
     """
 
-    def __init__(self, buffers: Buffers, tokens: int, pool: tuple[int, int]):
-        self._buffers, self._tokens, self._pool = buffers, tokens, pool
+    def __init__(self, buffers: Buffers, slots: Sequence[Tensor], pool: tuple[int, int]):
+        self._buffers, self._slots, self._pool = buffers, slots, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self.pieces: list[tuple[torch.cuda.CUDAGraph, _Layer | None]] = []
 
@@ -107,15 +110,12 @@ class _Recording:
         """End a piece in the place of a layer's attention, and begin the next one behind it."""
         if call.mask is not None or call.cu_seqlens is not None or call.prefixes is not None:
             raise RuntimeError("an attention layer has a mask of its own")
-        named = {"query": query, "key": key, "value": value}
-        of = self._buffers.of
-        kept = {
-            name: of(name, tensor, tensor.shape[3], self._tokens).copy_(tensor)
-            for name, tensor in named.items()
-        }
-        out = of("out", query, value.shape[3], self._tokens)
+        rule.write(key, value, self._slots)
+        tokens, of = query.shape[2], self._buffers.of
+        asked = of("query", query, query.shape[3], tokens).copy_(query)
+        out = of("out", query, value.shape[3], tokens)
         if self._graph is not None:
-            self.end(_Layer(rule, call, (kept["query"], kept["key"], kept["value"]), out))
+            self.end(_Layer(rule, call, asked, out))
             self.begin()
         return out
 
@@ -127,6 +127,7 @@ class PromptGraphs:
         forward: computes logits [R, V] of ids [1, T], positions [1, T] and the rows [R] whose logits are wanted.
         rules: those of the model's attention layers.
         requests: the most rows whose logits are wanted.
+        groups: groups of layers.
         device: the model's, a GPU.
 
     Attributes:
@@ -138,12 +139,14 @@ class PromptGraphs:
         forward: Callable[[Tensor, Tensor, Tensor], Tensor],
         rules: Sequence[CachedAttention],
         requests: int,
+        groups: int,
         device: torch.device,
     ):
         self._forward, self._rules, self.refusal = forward, rules, None
         numbers = torch.zeros(2, 1, SIZES[-1], dtype=torch.int64, device=device)
         self._ids, self._places = numbers.unbind()
         self._wanted = torch.zeros(min(requests, SIZES[-1]), dtype=torch.int64, device=device)
+        self._slots = torch.full((groups, SIZES[-1]), -1, dtype=torch.int64, device=device)
         self._buffers, self._logits = Buffers(SIZES[-1]), None
         self._captured: dict[int, list[tuple[torch.cuda.CUDAGraph, _Layer | None]]] = {}
         self._seen: Counter[int] = Counter()
@@ -164,6 +167,8 @@ class PromptGraphs:
                 return None
         self._ids[:, :tokens] = step.rows.ids
         self._places[:, :tokens] = step.rows.places
+        for slots, new_slots in zip(self._slots, step.rows.slots, strict=True):
+            slots[:tokens], slots[tokens:size] = new_slots, -1
         wanted = torch.tensor([*rows] or [0]).to(self._ids.device, non_blocking=True)
         self._wanted.zero_()[: len(wanted)] = wanted  # no row of a longer forward
         for rule in self._rules:
@@ -185,9 +190,10 @@ class PromptGraphs:
 
     def _capture(self, size: int) -> bool:
         """Capture the pieces of so many tokens; return whether that is possible."""
-        recording = _Recording(self._buffers, size, self._pool)
+        recording = _Recording(self._buffers, self._slots[:, :size].unbind(), self._pool)
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         self._wanted.zero_()
+        self._slots.fill_(-1)
         stream.wait_stream(current)
         for rule in self._rules:
             rule.instead = recording.cut

@@ -195,6 +195,12 @@ class Slab:
             self._caches = keys, values
         return self._caches
 
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all blocks, which a layer has written to."""
+        assert self._caches is not None
+        return self._caches
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, of which each pair names one and where it goes."""
         sources, targets = zip(*pairs, strict=True)
@@ -230,26 +236,30 @@ class CachedAttention:
         """[1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
         if self.instead is not None:
             return self.instead(self, query, key, value, call)
-        return self.attend(query, key, value, call)
+        assert self.rows is not None
+        self.write(key, value, self.rows.slots)
+        parts = self.attend(query, call)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-        """Write keys and values to blocks, and attend: [1, N, T, H], [1, Nkv, T, H] twice -> [1, N, T, H]."""
-        (keys, values), rows, step = self._slab.of(key, value), self.rows, self.step
-        assert rows is not None
-        caches = keys, values
+    def write(self, key: Tensor, value: Tensor, slots: Sequence[Tensor]) -> None:
+        """Write keys and values [1, Nkv, T, H] to the slots of the layer's group, of all groups' [T]."""
+        caches = self._slab.of(key, value)
         new = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        paged_append_(keys, values, *new, rows.slots[self._group], backend=_backend(keys))
-        width = max(keys.shape[3], values.shape[3])
+        paged_append_(*caches, *new, slots[self._group], backend=_backend(caches[0]))
+
+    def attend(self, query: Tensor, call: AttentionCall) -> list[Tensor]:
+        """Attend to what blocks have: [1, N, T, H] -> [1, N, t, H] of requests of one token, and of the others."""
+        caches, rows, step = self._slab.caches, self.rows, self.step
+        assert rows is not None
+        width = max(cache.shape[3] for cache in caches)
         if width > PAGED_WIDTH and step is None:
             raise RuntimeError(f"no kernel reads blocks of heads of {width} numbers")
-        if width > PAGED_WIDTH and step is not None:
-            return self._gathered(query, call, step, caches)
+        if step is not None and (width > PAGED_WIDTH or not step.decodes):
+            return [self._gathered(query, call, step, caches)]
         if step is None or step.is_decode:
-            return self._paged(query, call, rows, caches)
-        if not step.decodes:
-            return self._gathered(query, call, step, caches)
+            return [self._paged(query, call, rows, caches)]
         first = self._paged(query[:, :, : step.decodes], call, rows, caches)
-        return torch.cat([first, self._gathered(query[:, :, step.decodes :], call, step.rest, caches)], 2)
+        return [first, self._gathered(query[:, :, step.decodes :], call, step.rest, caches)]
 
     def _paged(self, query: Tensor, call: AttentionCall, rows: Rows, caches: tuple[Tensor, Tensor]) -> Tensor:
         """Attend with one query of each request, to its blocks where they are."""
