@@ -25,6 +25,7 @@ TABLE = {
     "language": "cai_apps.applications.language",
     "alignment": "cai_apps.applications.alignment",
     "diffusion": "cai_apps.applications.diffusion",
+    "classification": "cai_apps.applications.classification",
     "protein": "cai_apps.applications.protein",
     "recsys": "cai_apps.applications.recsys",
 }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor, nn
 
 from cai_apps.compose.blocks import blocks_of
 from cai_mesh.experts import visited_share
@@ -63,9 +64,9 @@ def model_flops(model: PreTrainedModel, config: PretrainedConfig) -> ModelFlops:
     the output head is a lookup and counts nothing. Of experts those count that a token visits. A config without
     attention heads (a state space model) counts its weights alone.
     """
-    embedding = model.get_input_embeddings().weight
+    embedding = _table(model)
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
+    tied = head is not None and head.weight is embedding and embedding is not None
     leading = _before_trained(model)
     matrices = 0.0
     for name, parameter in model.named_parameters():
@@ -82,9 +83,16 @@ def model_flops(model: PreTrainedModel, config: PretrainedConfig) -> ModelFlops:
     return ModelFlops(matrices, width, _windows(config))
 
 
+def _table(model: PreTrainedModel) -> Tensor | None:
+    """Return the weight of the input embedding; None: it is a layer of another kind, as of pictures."""
+    layer = model.get_input_embeddings()
+    return layer.weight if isinstance(layer, nn.Embedding) else None
+
+
 def _before_trained(model: PreTrainedModel) -> tuple[str, ...]:
     """Return how the names begin of the blocks in front of everything that is trained: no gradient comes to them."""
-    if model.get_input_embeddings().weight.requires_grad:
+    embedding = _table(model)
+    if embedding is None or embedding.requires_grad:
         return ()
     inner = {id(block) for block in blocks_of(model)}
     names = [name for name, parameter in model.named_parameters()]

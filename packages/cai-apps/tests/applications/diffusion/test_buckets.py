@@ -18,7 +18,6 @@ from cai_apps import recipes
 from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.ratios import nearest, shapes_of
 from cai_apps.applications.diffusion.data.samples import Images, draw
-from cai_apps.applications.diffusion.data.sources import Folder
 from cai_apps.applications.diffusion.model.denoiser import build, initializer
 from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
@@ -26,6 +25,7 @@ from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.materialize import materialize
 from cai_apps.data.batches import PRESENT, Batches, count_present
+from cai_apps.data.images import Folder
 from cai_apps.run.train import train
 from cai_mesh.comm import all_reduce
 from cai_mesh.errors import ConfigError, DataError

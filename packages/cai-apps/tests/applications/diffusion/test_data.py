@@ -15,10 +15,11 @@ from cai_apps import recipes
 from cai_apps.applications.diffusion.data.cache import Prepared
 from cai_apps.applications.diffusion.data.samples import Images
 from cai_apps.applications.diffusion.data.shapes import COLOURS, PLACES, Shapes
-from cai_apps.applications.diffusion.data.sources import Crops, Digits, Folder, left_out
+from cai_apps.applications.diffusion.data.sources import Crops
 from cai_apps.applications.diffusion.model.design import load_design
 from cai_apps.applications.diffusion.task import DIFFUSION
 from cai_apps.applications.diffusion.training.workload import workload
+from cai_apps.data.images import Digits, Folder, left_out
 from cai_mesh.errors import DataError
 
 RED = (220, 30, 30)

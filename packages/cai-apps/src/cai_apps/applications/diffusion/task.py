@@ -12,7 +12,6 @@ from cai_apps.applications.diffusion.config import DRAWN, GENERATED, Config
 from cai_apps.applications.diffusion.data.buckets import Buckets
 from cai_apps.applications.diffusion.data.cache import Prepared, prepare
 from cai_apps.applications.diffusion.data.samples import Images, SubjectAndClass, split
-from cai_apps.applications.diffusion.data.sources import left_out
 from cai_apps.applications.diffusion.model.denoiser import parts
 from cai_apps.applications.diffusion.model.design import LABELS, load_design
 from cai_apps.applications.diffusion.model.export import export
@@ -30,6 +29,7 @@ from cai_apps.applications.diffusion.training.workload import workload
 from cai_apps.applications.diffusion.validation import resolve
 from cai_apps.compose.workload import Workload
 from cai_apps.data.batches import Samples, count_present, mark
+from cai_apps.data.images import left_out
 from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit

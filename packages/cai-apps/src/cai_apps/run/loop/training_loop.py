@@ -248,7 +248,9 @@ class Loop:
         ratios = self._ratios(measures.flatten().tolist(), VALIDATION)
         fields: dict[str, Any] = {"validation_loss": loss, "validation_measures": ratios}
         if counts_correct:
-            fields |= {"validation_accuracy": accuracy, "validation_perplexity": perplexity(loss)}
+            fields["validation_accuracy"] = accuracy
+        if counts_correct and self.work.unit.name == "tokens":
+            fields["validation_perplexity"] = perplexity(loss)
         if self.work.texts is not None:
             fields["texts"] = self.work.texts(self.session)
         return fields

@@ -30,7 +30,7 @@ from torch import Tensor
 from cai_apps.applications.diffusion.config import Config
 from cai_apps.applications.diffusion.data.prior import SubjectAndClass, with_class
 from cai_apps.applications.diffusion.data.ratios import nearest, shapes_of
-from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
+from cai_apps.applications.diffusion.data.sources import source_of
 from cai_apps.applications.diffusion.model.captions import (
     embed,
     load_tokenizers,
@@ -48,6 +48,7 @@ from cai_apps.applications.diffusion.model.encoders import (
 from cai_apps.applications.diffusion.model.loading import weights_digest
 from cai_apps.applications.diffusion.sampling.labels import numbered
 from cai_apps.compose.sharding import DTYPES
+from cai_apps.data.images import Folder, Source
 from cai_apps.data.sealed import open_or_make
 from cai_mesh.errors import DataError
 from cai_mesh.files import inside

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from cai_apps.applications.diffusion.config import Config
-from cai_apps.applications.diffusion.data.sources import Folder, Source, source_of
+from cai_apps.applications.diffusion.data.sources import source_of
 from cai_apps.applications.diffusion.model.captions import load_tokenizers, tokenizers_digest
 from cai_apps.applications.diffusion.model.design import TEXTS, Design
 from cai_apps.applications.diffusion.model.loading import weights_digest
 from cai_apps.applications.diffusion.sampling.sampler import open_sampler
 from cai_apps.applications.diffusion.sampling.scheduler import options
+from cai_apps.data.images import Folder, Source
 from cai_mesh.errors import DataError
 from cai_mesh.files import private_folder, replaced
 

@@ -1,0 +1,167 @@
+"""Models that classify: those of transformers for texts and for pictures, and what fills them from published files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from cai_apps.compose.models import load_model_config, without_values
+from cai_apps.compose.published_names import present_tensors
+from cai_mesh.checkpoint import load_hf
+from cai_mesh.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Kind = Literal["texts", "pictures"]
+POOLER = ".pooler."
+"""A part of BERT's layers that its models of masked words do not have."""
+SHOWN = 4
+"""Names that an error shows."""
+
+
+def kind_of(config: PretrainedConfig, name: str) -> Kind:
+    """Return what a model of a config classifies.
+
+    Args:
+        config: the model's config.
+        name: the name that it was found by.
+
+    Raises:
+        ConfigError: transformers has no model of this kind that classifies either.
+    """
+    from transformers import (
+        MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
+
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return "texts"
+    if type(config) in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return "pictures"
+    raise ConfigError(
+        f"{name} classifies neither texts nor pictures",
+        got=f"model_type {config.model_type!r}",
+        expected="one that AutoModelForSequenceClassification or AutoModelForImageClassification of transformers makes",
+    )
+
+
+def side_of(config: PretrainedConfig, name: str) -> int:
+    """Return the side of the square, in pixels, that a model of pictures sees.
+
+    Raises:
+        ConfigError: it sees no squares of three colours, or does not say how large they are.
+    """
+    side, colours = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
+    if isinstance(side, (list, tuple)) and len(set(side)) == 1:
+        side = side[0]
+    if not isinstance(side, int) or colours != 3:
+        raise ConfigError(
+            f"{name} sees other pictures than squares of three colours",
+            got=f"image_size {side}, num_channels {colours}",
+            expected="a number as image_size, and 3 num_channels",
+        )
+    return side
+
+
+def longest_of(config: PretrainedConfig) -> int:
+    """Return the tokens of the longest text that a model takes."""
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2**31
+    if text.model_type in ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "roformer"):
+        most -= 2  # positions of theirs begin behind the one that fills texts up
+    return int(most)
+
+
+def known_classes(config: PretrainedConfig, weights: str) -> dict[int, str] | None:
+    """Return the names of a pretrained model's classes by number; None: it has none of its own."""
+    names = {int(number): str(name) for number, name in (config.id2label or {}).items()}
+    return None if weights != "pretrained" or sorted(names) != list(range(len(names))) else names
+
+
+def config_for(name: str, classes: Sequence[str], padding: int | None = None) -> PretrainedConfig:
+    """Return the config of a model of these classes.
+
+    Args:
+        name: the name that the model's config is found by.
+        classes: names of the classes.
+        padding: the id that fills texts up; None: that of the config.
+    """
+    config: Any = load_model_config(name)
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {label: number for number, label in enumerate(classes)}
+    config.problem_type = "single_label_classification"
+    if padding is not None:
+        config.get_text_config().pad_token_id = config.pad_token_id = padding
+    return config
+
+
+def build(config: PretrainedConfig, kind: Kind) -> PreTrainedModel:
+    """Return the model of a config, on the device of the context."""
+    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+
+    make: Any = AutoModelForSequenceClassification if kind == "texts" else AutoModelForImageClassification
+    return without_values(make.from_config(config, trust_remote_code=False))
+
+
+def on_meta(config: PretrainedConfig, kind: Kind) -> PreTrainedModel:
+    """Return the model of a config without memory."""
+    with torch.device("meta"):
+        return build(config, kind)
+
+
+def pretrained(
+    name: str, directory: Path, config: PretrainedConfig, kind: Kind
+) -> Callable[[nn.Module], None]:
+    """Return what fills a model from the files of a directory, a head of other classes excepted.
+
+    Args:
+        name: the name that the model's config is found by.
+        directory: the directory of its files.
+        config: the config with the classes that are trained.
+        kind: what it classifies.
+
+    Raises:
+        CheckpointError: at the call, where the files lack more than a head.
+    """
+    stored: Any = load_model_config(name)
+    same_classes = dict(stored.id2label or {}) == dict(config.id2label or {})
+
+    def load(model: nn.Module) -> None:
+        plain: Any = on_meta(config, kind)
+        inner = f"{plain.base_model_prefix}."
+        heads = {parameter for parameter, _ in plain.named_parameters() if not parameter.startswith(inner)}
+        tensors = partial(present_tensors, plain)
+        if same_classes:
+            absent = load_hf(model, directory, tensors=tensors, strict=False)
+        else:
+            absent = load_hf(
+                model,
+                directory,
+                names=lambda parameter: None if parameter in heads else parameter,
+                tensors=tensors,
+                strict=False,
+            )
+        missing = [parameter for parameter in absent if parameter not in heads and POOLER not in parameter]
+        if missing:
+            raise CheckpointError(
+                f"{directory} lacks weights of its model",
+                got=", ".join(missing[:SHOWN]),
+                cause="they would be random numbers",
+                fix="check that config.json is the one these weights were made with",
+            )
+
+    return load
+
+
+def is_new_head(name: str, classes: Sequence[str]) -> bool:
+    """Return whether a model's own classes are others than these, so that its head begins anew."""
+    stored: Any = load_model_config(name)
+    return {int(number): label for number, label in (stored.id2label or {}).items()} != dict(
+        enumerate(classes)
+    )
