@@ -14,7 +14,7 @@ from cai_apps.data.endings import form_of
 from cai_apps.data.records import READERS, records_of
 from cai_mesh.errors import DataError, did_you_mean
 
-NAMES = ("argparse", "asyncio", "email", "http", "sqlite3", "tkinter", "unittest", "xml")
+NAMES = ("argparse", "asyncio", "email", "http", "logging", "multiprocessing", "unittest", "xml")
 """Modules of the standard library whose functions are told apart."""
 LETTERS = 60
 """Letters of a value that an error shows."""

@@ -1,0 +1,188 @@
+"""The commands on texts, pairs and pictures, to an export that transformers' pipelines open; what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from classification_toys import CLASSES, records
+from PIL import Image
+from small_runs import cai
+from small_runs import records as metrics
+from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, pipeline
+
+SMALL = {
+    "train.steps": 60,
+    "train.global_batch": 12,
+    "train.microbatch_size": 6,
+    "train.validate_every": 60,
+    "parallel.shard": 1,
+    "optimizer.lr": 2e-3,
+    "lr_schedule.decay_steps": 60,
+    "data.sequence_length": 24,
+    "log.every": 20,
+}
+
+
+def run(name, directory, cache, **more):
+    values = {**SMALL, "log.directory": directory, "data.cache": cache}
+    values |= {key.replace("__", "."): value for key, value in more.items()}
+    if name == "vit-tiny":
+        del values["data.sequence_length"]
+    return cai("train", name, *(part for key, value in values.items() for part in (f"--{key}", value)))
+
+
+def trained(*arguments, **more):
+    done = run(*arguments, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("classified")
+    (home / "cache").mkdir(mode=0o700)
+    return home
+
+
+@pytest.fixture(scope="module")
+def texts(home):
+    """A run on texts, and what it printed."""
+    data = records(home / "texts.jsonl")
+    return home / "texts", trained(
+        "bert-tiny", home / "texts", home / "cache", data__source=data, parallel__shard=2
+    )
+
+
+def test_texts_are_classified_and_pipelines_open_the_export(texts):
+    directory, printed = texts
+    assert "54 texts of 3 classes, 6 for validation" in printed
+    assert "classification" in printed and "perplexity" not in printed
+    last = metrics(directory)[-1]
+    assert last["validation_accuracy"] == 1.0 and "validation_perplexity" not in last
+    classify = pipeline("text-classification", str(directory / "export"))
+    found = classify(["snow snow", "sun beach sand sun beach sand", "rain cloud rain cloud"])
+    assert [answer["label"] for answer in found] == ["cold", "warm", "mild"]
+    assert (directory / "export" / "tokenizer.json").is_file()
+    done = cai("report", directory)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_goes_on_and_refuses_other_classes(texts, home):
+    directory, _ = texts
+    source = home / "texts.jsonl"
+    printed = trained(
+        "bert-tiny", directory, home / "cache", data__source=source, parallel__shard=1, train__steps=61
+    )
+    assert "resumed from" in printed
+    other = home / "others.jsonl"
+    other.write_text(source.read_text().replace('"cold"', '"icy"'))
+    done = run("bert-tiny", directory, home / "cache", data__source=other, train__steps=70)
+    assert done.returncode == 2 and "name of class" in done.stderr
+
+
+def test_an_export_is_gone_on_with_under_its_own_classes(texts, home):
+    """Two classes of three are in these data: the head stays, and so do the numbers of its classes."""
+    directory, _ = texts
+    rows = [line for line in (home / "texts.jsonl").read_text().splitlines() if '"mild"' not in line]
+    (home / "two.jsonl").write_text("\n".join(rows))
+    options = {"model__name": directory / "export", "model__weights": "pretrained"}
+    printed = trained(
+        "bert-tiny", home / "more", home / "cache", data__source=home / "two.jsonl", train__steps=2, **options
+    )
+    assert "of 3 classes" in printed and "begins anew" not in printed
+    assert metrics(home / "more")[0]["loss"] < 0.2
+    numbers = records(home / "numbered.jsonl", 30).read_text()
+    for number, name in enumerate(("red", "green", "blue", "grey")[:3]):
+        numbers = numbers.replace(f'"{CLASSES[number]}"', f'"{name}"')
+    (home / "numbered.jsonl").write_text(numbers)
+    printed = trained(
+        "bert-tiny",
+        home / "colours",
+        home / "cache",
+        data__source=home / "numbered.jsonl",
+        train__steps=2,
+        **options,
+    )
+    assert "the head begins anew" in printed
+    model = AutoModelForSequenceClassification.from_pretrained(home / "colours" / "export")
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
+
+
+def test_pairs_of_texts_of_a_table(home):
+    """Numbers of classes in a .csv, which is all text; validation of a file of its own."""
+    rows = [json.loads(line) for line in records(home / "pairs.jsonl", second=True).read_text().splitlines()]
+    for name, some in (("pairs.csv", rows[:50]), ("held.csv", rows[50:])):
+        with (home / name).open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["premise", "hypothesis", "y"])
+            table.writerows([row["text"], row["other"], CLASSES.index(row["label"])] for row in some)
+    options = {
+        "data__source": home / "pairs.csv",
+        "data__validation_source": home / "held.csv",
+        "data__text": "premise",
+        "data__second_text": "hypothesis",
+        "data__label": "y",
+    }
+    printed = trained("bert-tiny", home / "pairs", home / "cache", train__steps=2, **options)
+    assert "50 texts of 3 classes, 10 for validation" in printed
+    model = AutoModelForSequenceClassification.from_pretrained(home / "pairs" / "export")
+    assert model.config.id2label == {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+    classify = pipeline("text-classification", str(home / "pairs" / "export"))
+    assert classify({"text": "snow ice", "text_pair": "day 3"})["label"].startswith("LABEL_")
+
+
+def test_pictures_of_a_folder(home):
+    random = np.random.default_rng(0)
+    for number, name in enumerate(("dark", "light")):
+        (home / "pictures" / name).mkdir(parents=True)
+        for picture in range(20):
+            pixels = random.integers(0, 100, (20, 30, 3), dtype=np.uint8) + 150 * number
+            Image.fromarray(pixels.astype(np.uint8)).save(home / "pictures" / name / f"{picture}.png")
+    printed = trained("vit-tiny", home / "vit", home / "cache", data__source=home / "pictures")
+    assert "36 pictures of 2 classes, 4 for validation" in printed
+    assert metrics(home / "vit")[-1]["validation_accuracy"] == 1.0
+    export = home / "vit" / "export"
+    processor = json.loads((export / "preprocessor_config.json").read_text())
+    model = AutoModelForImageClassification.from_pretrained(export)
+    picture = Image.open(home / "pictures" / "light" / "3.png").resize((16, 16))
+    pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1) * processor["rescale_factor"]
+    mean, std = (torch.tensor(processor[name])[:, None, None] for name in ("image_mean", "image_std"))
+    with torch.no_grad():
+        logits = model(pixel_values=((pixels - mean) / std)[None]).logits
+    assert model.config.id2label[int(logits.argmax())] == "light"
+
+
+def test_a_plan_says_what_it_needs():
+    done = cai("plan", "bert-tiny")
+    assert done.returncode == 0 and "bert-tiny" in done.stdout, done.stderr
+
+
+WRONG = {
+    "no such field": ({"text": "a", "label": "b"}, {"data.label": "class"}, "has no 'class'"),
+    "no class": ({"text": "a", "label": None}, {}, "has no 'label'|neither a name"),
+    "a class of lists": ({"text": "a", "label": [1]}, {}, "neither a name nor a number"),
+    "no text": ({"text": 3, "label": "b"}, {}, "is no text"),
+    "one class": ({"text": "a", "label": "b"}, {}, "fewer than two classes"),
+    "too long": ({"text": "a", "label": "b"}, {"data.sequence_length": 400}, "no texts of this length"),
+    "a language model's": ({"text": "a", "label": "b"}, {"model.name": "dit"}, "no model 'dit'"),
+    "fields twice": ({"text": "a", "label": "b"}, {"data.second_text": "text"}, "another field already"),
+    "no such file": (None, {"data.source": "nowhere.csv"}, "matches no file"),
+    "sequence": ({"text": "a", "label": "b"}, {"parallel.tensor.sequence": "true"}, "one class"),
+    "context": ({"text": "a", "label": "b"}, {"parallel.context.size": 2}, "context divides rows"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_told(case, home, tmp_path):
+    record, changes, message = WRONG[case]
+    (tmp_path / "one.jsonl").write_text(json.dumps(record) + "\n")
+    values = {**SMALL, "data.source": tmp_path / "one.jsonl", "log.directory": tmp_path / "run"}
+    values |= {"data.cache": home / "cache"} | changes
+    done = cai("train", "bert-tiny", *(part for key, value in values.items() for part in (f"--{key}", value)))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert any(part in done.stderr for part in message.split("|")), done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "run" / "checkpoints").exists()
