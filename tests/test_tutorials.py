@@ -153,7 +153,7 @@ LINES = {
     "stable-diffusion": ("UNet2DConditionModel", "report.html"),
     "tensor-and-zero": ("largest difference of a loss", "loss of the next batch"),
     "two-machines": ("ZeRO-2, 4 cpu ranks", "resumed from", "report.html"),
-    "classify": ("BertForSequenceClassification", "ViTForImageClassification"),
+    "classify": ("argparse -", "logging -", "10 classes", "report.html", "ViTForImageClassification"),
     "kernel": ("passed", "failed"),
 }
 """What every page prints on its way; all of it is there, or the page has left something out."""

@@ -27,8 +27,8 @@ SHARED = """# Config: keys of every run
 
 A run is described by a TOML file. This page lists the keys that every run of the shared training loop has; the page of
 each application lists the keys that it adds: [language](config-language.md), [preferences](config-alignment.md),
-[diffusion](config-diffusion.md), [proteins](config-protein.md), [recommendation](config-recsys.md). The page is made
-from the dataclasses that read the file.
+[classification](config-classification.md), [diffusion](config-diffusion.md), [proteins](config-protein.md),
+[recommendation](config-recsys.md). The page is made from the dataclasses that read the file.
 
 ```toml
 [parallel]

@@ -125,7 +125,7 @@ FURTHER: dict[str, list[Case]] = {
         ),
         language("--application=protein", "application"),
         language("--application=recsys", "application"),
-        language("--model.name=bert-base", "no model"),
+        language("--model.name=bert-small-cased", "no model"),
     ],
     "empty text": [
         language("--log.directory=", "log.directory"),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cai_apps.applications.classification.model import kind_of, on_meta
 from cai_apps.cli import main
 from cai_apps.compose.models import load_model_config, meta_model, read_model_config
 
@@ -24,6 +25,16 @@ def test_a_shape_has_the_parameters_of_its_paper(recipe):
     assert {name: getattr(config, name) for name in table} == table
     counted = sum(parameter.numel() for parameter in meta_model(config).parameters())
     assert counted / 1e9 == pytest.approx(PUBLISHED[recipe], rel=0.004)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("bert-base", 109.48), ("vit-base", 85.80)])
+def test_models_that_classify_two_classes_have_the_published_sizes(name, millions):
+    """Devlin et al., arXiv:1810.04805, section 3; Dosovitskiy et al., arXiv:2010.11929, table 1, with small heads."""
+    config = load_model_config(name)
+    model = on_meta(config, kind_of(config, name))
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(
+        millions, abs=0.01
+    )
 
 
 def test_palms_layers_are_parallel():

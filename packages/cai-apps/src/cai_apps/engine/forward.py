@@ -143,11 +143,11 @@ class CachedModel:
         with self._linears.together():
             return self._computed(rows.ids, rows.places)
 
-    def _some_logits(self, ids: Tensor, places: Tensor, wanted: Tensor) -> Tensor:
+    def _some_logits(self, ids: Tensor, places: Tensor, chosen: Tensor) -> Tensor:
         """Compute tokens [1, T] at positions; return logits [R, V] of some rows."""
-        keep = {"logits_to_keep": wanted} if self._keeps_some else {}
+        keep = {"logits_to_keep": chosen} if self._keeps_some else {}
         logits = self._computed(ids, places, **keep)[0]
-        return logits if self._keeps_some else logits[wanted]
+        return logits if self._keeps_some else logits[chosen]
 
     def _computed(self, ids: Tensor, places: Tensor, **keep: Tensor) -> Tensor:
         return self._forward({"input_ids": ids, "position_ids": places, "use_cache": False, **keep})

@@ -52,9 +52,9 @@ class _Layer:
 
     Args:
         rule: the layer's.
-        call: what it was asked beside tensors.
-        query: where the piece before it writes the queries [1, N, T, H].
-        out: where the piece after it reads what comes out.
+        call: the options of that.
+        query: the queries [1, N, T, H], which the piece before it writes.
+        out: the tensor for what comes out, which the piece after it reads.
     """
 
     rule: CachedAttention
@@ -75,7 +75,7 @@ class _Recording:
 
     Args:
         buffers: the tensors between pieces.
-        slots: where keys and values are written, of each group of layers [T].
+        slots: the slots of keys and values, of each group of layers [T].
         pool: the memory of graphs.
 
     Attributes:
@@ -112,10 +112,10 @@ class _Recording:
             raise RuntimeError("an attention layer has a mask of its own")
         rule.write(key, value, self._slots)
         tokens, of = query.shape[2], self._buffers.of
-        asked = of("query", query, query.shape[3], tokens).copy_(query)
+        kept_query = of("query", query, query.shape[3], tokens).copy_(query)
         out = of("out", query, value.shape[3], tokens)
         if self._graph is not None:
-            self.end(_Layer(rule, call, asked, out))
+            self.end(_Layer(rule, call, kept_query, out))
             self.begin()
         return out
 
@@ -169,8 +169,8 @@ class PromptGraphs:
         self._places[:, :tokens] = step.rows.places
         for slots, new_slots in zip(self._slots, step.rows.slots, strict=True):
             slots[:tokens], slots[tokens:size] = new_slots, -1
-        wanted = torch.tensor([*rows] or [0]).to(self._ids.device, non_blocking=True)
-        self._wanted.zero_()[: len(wanted)] = wanted  # no row of a longer forward
+        indices = torch.tensor([*rows] or [0]).to(self._ids.device, non_blocking=True)
+        self._wanted.zero_()[: len(indices)] = indices  # no row of a longer forward
         for rule in self._rules:
             rule.rows, rule.step = step.rows, step
         for graph, layer in self._captured[size]:
@@ -178,7 +178,7 @@ class PromptGraphs:
             if layer is not None:
                 layer.attend(tokens)
         assert self._logits is not None
-        return self._logits[: len(wanted)]
+        return self._logits[: len(indices)]
 
     def forget(self) -> None:
         """Forget all pieces, as where the weights that they read are somewhere else from now on."""

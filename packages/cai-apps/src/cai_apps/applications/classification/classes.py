@@ -10,26 +10,26 @@ SHOWN = 5
 """Names that an error shows."""
 
 
-def classes_of(labels: Iterable[str | int], known: Mapping[int, str] | None = None) -> tuple[str, ...]:
+def classes_of(labels: Iterable[str | int], former: Mapping[int, str] | None = None) -> tuple[str, ...]:
     """Return the names of the classes of some labels.
 
     Numbers, or texts that are numbers, count from 0; names come in the order of the alphabet.
 
     Args:
         labels: the labels of all samples.
-        known: the names of a pretrained model's classes, whose order is kept where they are the same.
+        former: the names of a pretrained model's classes, whose order is kept where they are the same.
 
     Raises:
         DataError: there are fewer than two classes, names and numbers are mixed, or a number is negative.
     """
-    found = set(labels)
-    names = [] if known is None else [known[number] for number in range(len(known))]
-    if found and found <= set(names):
+    distinct = set(labels)
+    names = [] if former is None else [former[number] for number in range(len(former))]
+    if distinct and distinct <= set(names):
         return tuple(names)
-    numbers = {int(label) for label in found if str(label).lstrip("-").isdecimal()}
-    if numbers and len(numbers) < len(found):
+    numbers = {int(label) for label in distinct if str(label).lstrip("-").isdecimal()}
+    if numbers and len(numbers) < len(distinct):
         raise DataError(
-            "some classes are numbers and some are names", got=_some(found), expected="one of both"
+            "some classes are numbers and some are names", got=_some(distinct), expected="one of both"
         )
     if numbers and min(numbers) < 0:
         raise DataError("a class is a negative number", got=min(numbers), expected="numbers from 0")
@@ -40,11 +40,11 @@ def classes_of(labels: Iterable[str | int], known: Mapping[int, str] | None = No
             expected="numbers from 0, one after the other",
             cause="each number up to the last would be a class of the model",
         )
-    count = max(numbers, default=-1) + 1 if numbers else len(found)
+    count = max(numbers, default=-1) + 1 if numbers else len(distinct)
     if count < 2:
-        raise DataError("there are fewer than two classes", got=_some(found) or "no sample")
+        raise DataError("there are fewer than two classes", got=_some(distinct) or "no sample")
     if not numbers:
-        return tuple(sorted(map(str, found)))
+        return tuple(sorted(map(str, distinct)))
     return tuple(names) if len(names) == count else tuple(f"LABEL_{number}" for number in range(count))
 
 

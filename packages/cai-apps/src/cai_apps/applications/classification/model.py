@@ -78,7 +78,7 @@ def longest_of(config: PretrainedConfig) -> int:
     return int(most)
 
 
-def known_classes(config: PretrainedConfig, weights: str) -> dict[int, str] | None:
+def own_classes(config: PretrainedConfig, weights: str) -> dict[int, str] | None:
     """Return the names of a pretrained model's classes by number; None: it has none of its own."""
     names = {int(number): str(name) for number, name in (config.id2label or {}).items()}
     return None if weights != "pretrained" or sorted(names) != list(range(len(names))) else names
@@ -124,10 +124,10 @@ def pretrained(
         name: the name that the model's config is found by.
         directory: the directory of its files.
         config: the config with the classes that are trained.
-        kind: what it classifies.
+        kind: texts or pictures.
 
     Raises:
-        CheckpointError: at the call, where the files lack more than a head.
+        CheckpointError: the files lack more than a head; raised by the function.
     """
     stored: Any = load_model_config(name)
     same_classes = dict(stored.id2label or {}) == dict(config.id2label or {})

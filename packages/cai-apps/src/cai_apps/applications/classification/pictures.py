@@ -27,7 +27,7 @@ class Normalization:
     """What is taken from colours between 0 and 1, and what they are divided by.
 
     Args:
-        mean, std: of red, green and blue.
+        mean, std: numbers for red, green and blue.
     """
 
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -69,7 +69,7 @@ class Pictures:
     Args:
         sources: those of "training", and of "validation" where it has a source of its own.
         classes: names of the classes.
-        normalization: what is done to colours.
+        normalization: the treatment of colours.
         content: digest of the pictures and their classes.
     """
 
@@ -99,15 +99,15 @@ class Pictures:
 
 
 def prepare_pictures(
-    data: Data, side: int, known: Mapping[int, str] | None, normalization: Normalization
+    data: Data, side: int, former: Mapping[int, str] | None, normalization: Normalization
 ) -> Pictures:
     """Look at the pictures of a config.
 
     Args:
         data: the sources.
         side: pixels of the square that the model sees.
-        known: names of a pretrained model's classes.
-        normalization: what is done to colours.
+        former: names of a pretrained model's classes.
+        normalization: the treatment of colours.
 
     Raises:
         DataError: there are no pictures, one is in no class, or the classes of validation are others.
@@ -115,7 +115,7 @@ def prepare_pictures(
     sources = {"training": _source(data.source, side)}
     if data.validation_source is not None:
         sources["validation"] = _source(data.validation_source, side)
-    classes = classes_of(sources["training"].labels, known)
+    classes = classes_of(sources["training"].labels, former)
     for part, source in sources.items():
         for name in source.labels:
             number_of(name, classes, part)

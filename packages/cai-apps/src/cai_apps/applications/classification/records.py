@@ -57,11 +57,11 @@ def texts_files(source: str) -> list[Path]:
     Raises:
         DataError: there is none, or one of a form that has no fields.
     """
-    found = files.files_of(source, expected=EXPECTED, has_texts=False)
-    for file in found:
+    listed = files.files_of(source, expected=EXPECTED, has_texts=False)
+    for file in listed:
         if form_of(file) not in READERS:
             raise DataError(f"{file} has no records with fields", expected=EXPECTED)
-    return found
+    return listed
 
 
 def content(data: Data, source: str) -> str:

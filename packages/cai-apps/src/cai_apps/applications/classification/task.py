@@ -18,9 +18,9 @@ from cai_apps.applications.classification.model import (
     config_for,
     is_new_head,
     kind_of,
-    known_classes,
     longest_of,
     on_meta,
+    own_classes,
     pretrained,
     side_of,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer"
 """The directory of a run's tokenizer, in the run's."""
 SEED = 0
-"""Of the draw of the samples that are kept for validation: they are the same in every run."""
+"""The seed of the draw of samples that are kept for validation: they are the same in every run."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Chosen:
     Args:
         prepared: the data.
         part: "training", or "validation" where that has a source of its own.
-        numbers: of the samples.
+        numbers: the samples' numbers.
     """
 
     prepared: Texts | Pictures
@@ -99,12 +99,12 @@ class ClassificationTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Texts | Pictures:
         name, model = config.model.name, load_model_config(config.model.name)
-        known = known_classes(model, config.model.weights)
+        former = own_classes(model, config.model.weights)
         is_trained = config.model.weights == "pretrained"
         if kind_of(model, name) == "pictures":
             directory = pretrained_directory(name) if is_trained else None
             prepared: Texts | Pictures = prepare_pictures(
-                config.data, side_of(model, name), known, Normalization.of(directory)
+                config.data, side_of(model, name), former, Normalization.of(directory)
             )
         else:
             tokenizer: str | Path | None = config.data.tokenizer
@@ -113,7 +113,7 @@ class ClassificationTask:
                 if before is not None and (before.path / TOKENIZER).is_dir():
                     tokenizer = before.path / TOKENIZER
             vocabulary = model.get_text_config().vocab_size
-            prepared = prepare_texts(config.data, vocabulary, longest_of(model), known, tokenizer)
+            prepared = prepare_texts(config.data, vocabulary, longest_of(model), former, tokenizer)
         training, _ = split(config, prepared)
         _check_enough(config, training.size)
         return prepared

@@ -43,10 +43,10 @@ class Texts:
     """Tokenized texts on disk.
 
     Args:
-        directory: of the cache.
+        directory: the directory of the cache.
         classes: names of the classes.
         sizes: numbers of samples of "training", and of "validation" where it has a source of its own.
-        names: what the model reads of a text, beside labels.
+        names: the arrays that the model reads of a text, beside labels.
         length: tokens of a row.
         content: digest of the texts.
         vocabulary: digest of the tokenizer's rules.
@@ -66,9 +66,9 @@ class Texts:
 
     def rows(self, part: str, indices: np.ndarray) -> dict[str, Tensor]:
         """Return samples of a part by number: what the model reads [n, tokens], and labels [n], int64."""
-        found = {name: self._array(part, name, (-1, self.length))[indices] for name in self.names}
-        found[LABELS] = self._array(part, LABELS, (-1,))[indices]
-        return {name: torch.from_numpy(values.astype(np.int64)) for name, values in found.items()}
+        arrays = {name: self._array(part, name, (-1, self.length))[indices] for name in self.names}
+        arrays[LABELS] = self._array(part, LABELS, (-1,))[indices]
+        return {name: torch.from_numpy(values.astype(np.int64)) for name, values in arrays.items()}
 
     def _array(self, part: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return np.memmap(self.directory / f"{part}.{name}.bin", np.int32, "r").reshape(shape)
@@ -96,7 +96,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def prepare_texts(
-    data: Data, vocab_size: int, longest: int, known: Mapping[int, str] | None, tokenizer: str | Path | None
+    data: Data, vocab_size: int, longest: int, former: Mapping[int, str] | None, tokenizer: str | Path | None
 ) -> Texts:
     """Tokenize the texts of a config, unless the cache already holds what comes of them.
 
@@ -104,7 +104,7 @@ def prepare_texts(
         data: the sources, fields and length.
         vocab_size: rows of the model's embedding.
         longest: tokens of the longest text that the model takes.
-        known: names of a pretrained model's classes.
+        former: names of a pretrained model's classes.
         tokenizer: the directory or hub id of a tokenizer; None: one is trained on the texts.
 
     Raises:
@@ -123,11 +123,11 @@ def prepare_texts(
     content = key_of(*(records.content(data, source) for source in sources.values()))
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     rules = "trained" if loaded is None else tokenizer_digest(loaded)
-    names = None if known is None else [known[number] for number in range(len(known))]
+    names = None if former is None else [former[number] for number in range(len(former))]
     key = key_of("classified texts", FORMAT, content, rules, data.sequence_length, vocab_size, names)
 
     def write(directory: Path) -> None:
-        _write(directory, data, sources, loaded, vocab_size, known)
+        _write(directory, data, sources, loaded, vocab_size, former)
 
     directory = open_or_make(data.cache, key, write)
     facts: Facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
@@ -148,10 +148,10 @@ def _write(
     sources: Mapping[str, str],
     tokenizer: PreTrainedTokenizerFast | None,
     vocab_size: int,
-    known: Mapping[int, str] | None,
+    former: Mapping[int, str] | None,
 ) -> None:
     training = sources["training"]
-    classes = classes_of((text.label for text in records.labelled_texts(data, training)), known)
+    classes = classes_of((text.label for text in records.labelled_texts(data, training)), former)
     if tokenizer is None:
         tokenizer = _trained(_all_texts(data, training), vocab_size)
     tokenizer.save_pretrained(directory / TOKENIZER)

@@ -55,9 +55,9 @@ def workload(
     Args:
         config: the resolved config.
         model: the config of its model, with its classes.
-        kind: what it classifies.
-        names: what it reads of a text, beside labels; none: ids and the mask of what is there.
-        pretrained: what fills the model from files; None: initial values stay.
+        kind: texts or pictures.
+        names: the arrays that it reads of a text, beside labels; none: ids and the mask of those that are there.
+        pretrained: a function that fills the model from files; None: initial values stay.
     """
     return Workload(
         build=partial(build, model, kind),
