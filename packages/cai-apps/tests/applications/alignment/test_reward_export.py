@@ -14,13 +14,13 @@ from trl_toys import CPU, END, PADDING, PAIRS, START, Ours, pair, write_model, w
 
 from cai_apps.applications.alignment.config import Alignment, Config
 from cai_apps.applications.alignment.task import ALIGNMENT
-from cai_apps.applications.language.export import find_run
 from cai_apps.cli import main
 from cai_apps.compose.apply import apply
 from cai_apps.compose.models import load_model_config, model_config_for
 from cai_apps.compose.value_head import has_stored_head
 from cai_apps.config import file as config_file
 from cai_apps.data.tokenizer import load_tokenizer
+from cai_apps.run.files.finding import find_run
 from cai_apps.run.task import Job
 from cai_mesh import checkpoint
 from cai_mesh.errors import ConfigError

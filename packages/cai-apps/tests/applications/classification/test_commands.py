@@ -71,6 +71,15 @@ def test_texts_are_classified_and_pipelines_open_the_export(texts):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_checkpoint_is_exported(texts, home):
+    directory, _ = texts
+    done = cai("export", directory, home / "again")
+    assert done.returncode == 0, done.stderr
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (home / "again" / name).read_bytes() == (directory / "export" / name).read_bytes()
+    assert (home / "again" / "config.json").read_text() == (directory / "export" / "config.json").read_text()
+
+
 def test_a_run_goes_on_and_refuses_other_classes(texts, home):
     directory, _ = texts
     source = home / "texts.jsonl"

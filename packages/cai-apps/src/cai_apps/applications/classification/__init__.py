@@ -39,5 +39,17 @@ PRELOAD = ("transformers", "cai_apps.applications.classification.task")
 """Modules that the ranks of a run on one machine share."""
 LOOP = SharedLoop(_task, _batch, preload=PRELOAD)
 APPLICATION = Application(
-    "classification", Config, _check, LOOP.train, LOOP.plan, _report, memory=LOOP.memory
+    "classification",
+    Config,
+    _check,
+    LOOP.train,
+    LOOP.plan,
+    _report,
+    memory=LOOP.memory,
+    commands={
+        "export": (
+            "write a checkpoint's weights as an HF directory",
+            "cai_apps.applications.classification.commands.export",
+        ),
+    },
 )

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from cai_apps.applications.classification.config import DIGITS, Config
+from cai_apps.applications.classification.export import FACTS, TOKENIZER, model_config, write_model
 from cai_apps.applications.classification.model import (
-    config_for,
     is_new_head,
     kind_of,
     longest_of,
@@ -24,13 +22,11 @@ from cai_apps.applications.classification.model import (
     pretrained,
     side_of,
 )
-from cai_apps.applications.classification.pictures import PROCESSOR, Normalization, Pictures, prepare_pictures
+from cai_apps.applications.classification.pictures import Normalization, Pictures, prepare_pictures
 from cai_apps.applications.classification.rules import check_settings
 from cai_apps.applications.classification.texts import Texts, load_tokenizer, prepare_texts
 from cai_apps.applications.classification.workload import LABELS, workload
-from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.models import load_model_config, pretrained_directory
-from cai_apps.compose.sharding import DTYPES
 from cai_apps.compose.workload import Workload
 from cai_apps.config import validation
 from cai_apps.data.batches import count_present, mark
@@ -40,7 +36,6 @@ from cai_apps.report.outcome import show_outcome
 from cai_apps.run.files.origin import Origin
 from cai_apps.run.files.position import Unit
 from cai_apps.run.task import Work
-from cai_mesh.checkpoint import save_hf
 from cai_mesh.errors import DataError
 from cai_mesh.files import write_text
 
@@ -49,8 +44,6 @@ if TYPE_CHECKING:
     from cai_apps.run.files.directory import RunDirectory
     from cai_apps.run.task import Job
 
-TOKENIZER = "tokenizer"
-"""The directory of a run's tokenizer, in the run's."""
 SEED = 0
 """The seed of the draw of samples that are kept for validation: they are the same in every run."""
 
@@ -144,12 +137,18 @@ class ClassificationTask:
         return "\n".join(line for line in lines if line)
 
     def fill(self, job: Job) -> None:
-        if isinstance(job.prepared, Texts):
-            load_tokenizer(job.prepared.tokenizer).save_pretrained(job.run.path / TOKENIZER)
+        prepared, processor = job.prepared, None
+        if isinstance(prepared, Texts):
+            load_tokenizer(prepared.tokenizer).save_pretrained(job.run.path / TOKENIZER)
+        else:
+            name = job.config.model.name
+            processor = prepared.normalization.processor(side_of(load_model_config(name), name))
+        facts = {"classes": prepared.classes, "processor": processor}
+        write_text(job.run.path / FACTS, json.dumps(facts, indent=2))
 
     def work(self, job: Job) -> Work:
         config, prepared = job.config, job.prepared
-        model = _model_config(config, prepared)
+        model = model_config(job.run, config.model.name)
         kind = kind_of(model, config.model.name)
         fill = None
         if config.model.weights == "pretrained":
@@ -168,24 +167,7 @@ class ClassificationTask:
         )
 
     def export(self, session: Session, job: Job) -> None:
-        model: Any = session.model
-        kind = kind_of(model.config, job.config.model.name)
-        directory = job.run.export
-        save_hf(
-            model,
-            directory,
-            weights=session.weights.masters(),
-            dtype=DTYPES[session.config.precision.compute],
-            tensors=partial(saved_tensors, on_meta(model.config, kind)),
-        )
-        if dist.get_rank() == 0:
-            if isinstance(job.prepared, Texts):
-                load_tokenizer(job.run.path / TOKENIZER).save_pretrained(directory)
-            else:
-                side = side_of(model.config, job.config.model.name)
-                table = job.prepared.normalization.processor(side)
-                write_text(directory / PROCESSOR, json.dumps(table, indent=2))
-        dist.barrier()
+        write_model(session, job.run, job.run.export)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
@@ -212,11 +194,6 @@ def split(config: Config, prepared: Texts | Pictures) -> tuple[Chosen, Chosen | 
 
 
 CLASSIFICATION = ClassificationTask()
-
-
-def _model_config(config: Config, prepared: Texts | Pictures) -> Any:
-    padding = load_tokenizer(prepared.tokenizer).pad_token_id if isinstance(prepared, Texts) else None
-    return config_for(config.model.name, prepared.classes, padding)
 
 
 def _lengths(batch: dict[str, Tensor], model: Any) -> np.ndarray:
