@@ -151,6 +151,7 @@ class PromptGraphs:
         self._captured: dict[int, list[tuple[torch.cuda.CUDAGraph, _Layer | None]]] = {}
         self._seen: Counter[int] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None  # one for all: libraries keep memory for each
 
     def logits(self, step: Step, rows: Sequence[int]) -> Tensor | None:
         """Return logits [R, V] of some rows, which the next call writes over, or None: it is launched as ever.
@@ -181,17 +182,20 @@ class PromptGraphs:
         return self._logits[: len(indices)]
 
     def forget(self) -> None:
-        """Forget all pieces, as where the weights that they read are somewhere else from now on."""
+        """Forget all pieces and what lies between them, as where weights are somewhere else from now on."""
         self._seen.clear()
         if self._captured:
             torch.cuda.synchronize()  # one may be running
             self._captured.clear()
             self._pool = torch.cuda.graph_pool_handle()  # that of no graph is not used again
+        self._buffers, self._logits = Buffers(SIZES[-1]), None
 
     def _capture(self, size: int) -> bool:
         """Capture the pieces of so many tokens; return whether that is possible."""
         recording = _Recording(self._buffers, self._slots[:, :size].unbind(), self._pool)
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        stream, current = self._stream, torch.cuda.current_stream()
         self._wanted.zero_()
         self._slots.fill_(-1)
         stream.wait_stream(current)
