@@ -46,9 +46,10 @@ def labelled_texts(data: Data, source: str) -> Iterator[Labelled]:
         return
     for file in texts_files(source):
         for record in records_of(file):
-            if isinstance(record.value, DataError):
-                raise record.value
-            yield _labelled(record.place, record.value, data)
+            value = record.value
+            if isinstance(value, DataError):
+                raise value
+            yield _labelled(record.place, value, data)
 
 
 def texts_files(source: str) -> list[Path]:
