@@ -47,7 +47,7 @@ def labelled_texts(data: Data, source: str) -> Iterator[Labelled]:
     for file in texts_files(source):
         for record in records_of(file):
             value = record.value
-            if isinstance(value, DataError):
+            if not isinstance(value, dict):  # the error that says why there is none
                 raise value
             yield _labelled(record.place, value, data)
 
