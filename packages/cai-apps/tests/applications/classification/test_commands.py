@@ -144,6 +144,26 @@ def test_pairs_of_texts_of_a_table(home):
     assert classify({"text": "snow ice", "text_pair": "day 3"})["label"].startswith("LABEL_")
 
 
+def test_a_directory_of_datasets_has_names_of_classes(home):
+    """As GLUE's have them: sentence, label (ClassLabel), idx; their order is not that of the alphabet."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "sentence": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["warm", "cold", "mild"]),
+            "idx": datasets.Value("int32"),
+        }
+    )
+    columns = {"sentence": ["sun", "ice", "rain"] * 10, "label": [0, 1, 2] * 10, "idx": list(range(30))}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(home / "glue")
+    options = {"data__source": home / "glue", "data__text": "sentence", "train__steps": 2}
+    printed = trained("bert-tiny", home / "named", home / "cache", **options)
+    assert "27 texts of 3 classes" in printed
+    facts = json.loads((home / "named" / "classes.json").read_text())
+    assert facts["classes"] == ["cold", "mild", "warm"]
+
+
 def test_pictures_of_a_folder(home):
     random = np.random.default_rng(0)
     for number, name in enumerate(("dark", "light")):

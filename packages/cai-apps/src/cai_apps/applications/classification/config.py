@@ -26,7 +26,8 @@ class Model:
 class Data:
     source: Annotated[str, FILLED] = MODULES
     """Texts: a file of records with a text and its class (.jsonl, .json, .csv, .tsv, .parquet), a folder or a glob of
-    such, or 'modules' (functions of the standard library, by the module that they are from). Pictures: a directory that
+    such, a directory written by datasets.save_to_disk, or 'modules' (functions of the standard library, by the module
+    that they are from). Pictures: a directory that
     has a folder of pictures for each class, or 'digits' (scikit-learn's 1,797 scans)."""
     text: Annotated[str, FILLED] = "text"
     """Field of a record, or column of a table, with the text."""

@@ -12,13 +12,17 @@ from cai_apps.applications.classification.config import MODULES, Data
 from cai_apps.data import files
 from cai_apps.data.endings import form_of
 from cai_apps.data.records import READERS, records_of
+from cai_apps.data.tables import without_nulls
 from cai_mesh.errors import DataError, did_you_mean
 
 NAMES = ("argparse", "asyncio", "email", "http", "logging", "multiprocessing", "unittest", "xml")
 """Modules of the standard library whose functions are told apart."""
 LETTERS = 60
 """Letters of a value that an error shows."""
-EXPECTED = f"a file of records ({', '.join(READERS)}), a folder or a glob of such, or {MODULES!r}"
+EXPECTED = (
+    f"a file of records ({', '.join(READERS)}), a folder or a glob of such, a directory written by "
+    f"datasets.save_to_disk, or {MODULES!r}"
+)
 
 
 class Labelled(NamedTuple):
@@ -44,12 +48,29 @@ def labelled_texts(data: Data, source: str) -> Iterator[Labelled]:
     if source == MODULES:
         yield from _functions()
         return
+    rows = _dataset_rows(data, source) if files.is_dataset_directory(source) else _rows(source)
+    for place, row in rows:
+        yield _labelled(place, row, data)
+
+
+def _rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for file in texts_files(source):
         for record in records_of(file):
             value = record.value
             if not isinstance(value, dict):  # the error that says why there is none
                 raise value
-            yield _labelled(record.place, value, data)
+            yield record.place, value
+
+
+def _dataset_rows(data: Data, source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield rows of a directory of `datasets`; classes that it has names for, by these."""
+    table = files.dataset_table(Path(source).expanduser())
+    names = getattr(table.features.get(data.label), "names", None)
+    for number, row in enumerate(table):
+        label = row.get(data.label)
+        if names is not None and isinstance(label, int) and label >= 0:
+            row = row | {data.label: names[label]}
+        yield f"{source}, row {number}", without_nulls(row)
 
 
 def texts_files(source: str) -> list[Path]:
@@ -60,7 +81,7 @@ def texts_files(source: str) -> list[Path]:
     """
     listed = files.files_of(source, expected=EXPECTED, has_texts=False)
     for file in listed:
-        if form_of(file) not in READERS:
+        if form_of(file) not in READERS and not files.is_dataset_directory(source):
             raise DataError(f"{file} has no records with fields", expected=EXPECTED)
     return listed
 
