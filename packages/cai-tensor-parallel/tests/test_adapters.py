@@ -137,9 +137,105 @@ def refuse(cases: tuple) -> None:
         refused(dist.get_rank(), *case)
 
 
+class Noted(nn.Dropout):
+    """Dropout that keeps the masks that it draws, or takes those that are given."""
+
+    def __init__(self, drawn: list[torch.Tensor] | None = None):
+        super().__init__(0.3)
+        self.drawn, self.masks = drawn, []
+
+    def forward(self, x):
+        if not self.training or not self.p:  # as in a trial
+            return x
+        mask = self.drawn.pop(0) if self.drawn is not None else (torch.rand_like(x) > self.p).double()
+        self.masks.append(mask.detach())
+        return x * mask / (1 - self.p)
+
+
+def with_dropout(name: str, drawn: dict[str, list[torch.Tensor]] | None = None) -> nn.Module:
+    model = adapted(name, lora_dropout=0.3)
+    for end, module in list(model.named_modules()):
+        if end.endswith("lora_dropout"):
+            module["default"] = Noted(None if drawn is None else drawn[end])
+    return model.train()
+
+
+def dropped_on_ranks(names: tuple[str, ...]):
+    """What is trained with dropout, and the masks of each layer, with whether its input is cut by features."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    found = {}
+    for name in names:
+        model = with_dropout(name)
+        parallelize(model, mesh)
+        torch.manual_seed(11)
+        losses, gradients, last = train(model)
+        masks = {
+            end: module["default"].masks
+            for end, module in model.named_modules()
+            if end.endswith("lora_dropout")
+        }
+        following = float(torch.rand(()))
+        found[name] = (
+            losses,
+            full(gradients, mesh.get_group()),
+            full(last, mesh.get_group()),
+            masks,
+            following,
+        )
+    return found
+
+
+def test_dropout_of_adapters_is_one_mask_of_the_whole_model():
+    """A plain loop with the ranks' masks is the same: equal ones beside columns, one of each part beside rows."""
+    names = ("llama", "gpt2", "qwen3_moe")
+    results = run_ranks(2, dropped_on_ranks, names, timeout=400)
+    for name in names:
+        (losses, gradients, last, masks, following), other = results[0][name], results[1][name]
+        assert following == other[4], "the common numbers go on alike"
+        whole, rows, plain = {}, 0, with_dropout(name)
+        for end, drawn in masks.items():
+            pairs = list(zip(drawn, other[3][end], strict=True))
+            layer = plain.get_submodule(end.removesuffix(".lora_dropout"))
+            if drawn[0].shape[-1] == layer.lora_A["default"].in_features:
+                assert all(torch.equal(*pair) for pair in pairs), end
+                whole[end] = list(drawn)
+            else:
+                assert not any(torch.equal(*pair) for pair in pairs), end
+                whole[end], rows = [torch.cat(pair, -1) for pair in pairs], rows + 1
+        assert rows
+        drops = [float((mask == 0).double().mean()) for drawn in whole.values() for mask in drawn]
+        assert sum(drops) / len(drops) == pytest.approx(0.3, abs=0.03)
+        want_losses, want_gradients, want_last = train(with_dropout(name, whole))
+        assert losses == pytest.approx(want_losses, rel=1e-6)
+        assert_same_as_one_device(gradients, full(want_gradients), tolerance=1e-5)
+        assert_same_as_one_device(last, full(want_last), tolerance=1e-5)
+
+
+def trained_after_the_trial() -> list[str]:
+    """Modules that are not in training any more once a model is cut, which is tried small with what it was given."""
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = adapted("llama", lora_dropout=0.1)
+    model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
+    parallelize(model.train(), mesh)
+    return [name for name, module in model.named_modules() if not module.training]
+
+
+def test_what_a_user_has_put_into_a_model_stays_in_training():
+    assert run_ranks(2, trained_after_the_trial) == [[], []]
+
+
+def refuse_dropout_along_a_sequence():
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(PlanError, match="cut along the sequence"):
+        parallelize(adapted("llama", lora_dropout=0.1), mesh, sequence=True)
+
+
+def test_dropout_of_adapters_is_refused_along_a_sequence():
+    run_ranks(2, refuse_dropout_along_a_sequence)
+
+
 def test_what_cannot_be_cut_is_refused():
     cases = (
-        ({"lora_dropout": 0.1}, "1d", "lora_dropout|drop a part"),
         ({"use_dora": True}, "1d", "DoRA"),
         ({}, "2d", "mode 2d cuts no layers with adapters"),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["BASE", "MAGNITUDES", "Pair", "adapters", "base_layer", "drops_inputs", "scales_rows"]
+__all__ = ["BASE", "DROPOUT", "MAGNITUDES", "Pair", "adapters", "base_layer", "drops_inputs", "scales_rows"]
 
 BASE = "base_layer"
 DROPOUT = "lora_dropout"

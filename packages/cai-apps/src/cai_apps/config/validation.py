@@ -372,12 +372,12 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
             cause="the few features between the layers of an adapter do not divide over a grid",
             fix='set parallel.tensor.mode to "1d"',
         )
-    if tensor.size > 1 and lora.dropout:
+    if tensor.size > 1 and tensor.sequence and lora.dropout:
         raise ConfigError(
-            "adapters that drop inputs, on tensor-parallel ranks",
-            got=f"parallel.tensor.size = {tensor.size}, lora.dropout = {lora.dropout}",
-            cause="each rank would drop other inputs of the same adapter",
-            fix="set lora.dropout to 0, or raise parallel.shard in place of parallel.tensor.size",
+            "adapters that drop inputs, where tensor-parallel ranks cut the sequence",
+            got=f"parallel.tensor.sequence = true, lora.dropout = {lora.dropout}",
+            cause="inputs of some layers are cut along the sequence, and of others whole",
+            fix="leave parallel.tensor.sequence out, or set lora.dropout to 0",
         )
     if tensor.size > 1 and lora.dora:
         raise ConfigError(

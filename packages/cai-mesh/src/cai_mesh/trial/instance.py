@@ -72,6 +72,7 @@ class Change:
         """The module with the parameters of the one that stands in its place, or small values of its own."""
         moved = copy.copy(self.value)
         moved.__dict__ = dict(self.value.__dict__)
+        moved._modules = _children(self.value)
         moved._parameters, moved._buffers = dict(small._parameters), dict(small._buffers)
         for name, param in self.value._parameters.items():
             if param is not None and name not in moved._parameters:
@@ -109,7 +110,7 @@ class AdapterChange(Change):
     def _beside(self, layer: nn.Module) -> nn.Module:
         moved = copy.copy(self.value)
         moved.__dict__ = dict(self.value.__dict__)
-        moved._modules = dict(self.value._modules) | {BASE: layer}
+        moved._modules = _children(self.value) | {BASE: layer}
         for kind in ("lora_A", "lora_B"):
             moved._modules[kind] = nn.ModuleDict()
         for pair in adapters(self.value):
@@ -125,6 +126,18 @@ class AdapterChange(Change):
             small_lengths = {key: _row_lengths(module, layer, self.value) for key, module in lengths}
             moved._modules[MAGNITUDES] = nn.ModuleDict(small_lengths)
         return moved.train(layer.training)
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return copies of the modules inside a module: those of a model that is tried would leave training with it."""
+    copies: dict[str, nn.Module | None] = {}
+    for name, child in module._modules.items():
+        if child is not None:
+            copied = copy.copy(child)
+            copied.__dict__ = dict(child.__dict__) | {"_modules": _children(child)}
+            child = copied
+        copies[name] = child
+    return copies
 
 
 def _features(layer: nn.Module, wrapper: Any) -> tuple[int, int]:

@@ -7,11 +7,12 @@ cut: A [rank, in] is cut as the layer is and its results are summed, and B is wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from cai_mesh.adapters import BASE, adapters, drops_inputs, scales_rows
+from cai_mesh.adapters import BASE, DROPOUT, adapters, drops_inputs, scales_rows
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel.plans.plan import Role
 
@@ -55,13 +56,27 @@ def inner_layers(name: str, module: nn.Module, role: Role) -> list[Inner]:
     return layers
 
 
-def _check(name: str, module: nn.Module) -> None:
+def dropouts(model: nn.Module, roles: Mapping[str, Role]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the dropout of adapters whose input each rank has whole, and of those whose input is cut by features."""
+    whole, parts = [], []
+    for name, module in model.named_modules():
+        if adapters(module) and drops_inputs(module):
+            is_part = name in roles and roles[name].kind == "rowwise"
+            (parts if is_part else whole).extend(module.get_submodule(DROPOUT).children())
+    return whole, parts
+
+
+def check_dropout(name: str, module: nn.Module) -> None:
+    """Raise PlanError for adapters that drop inputs which are cut along the sequence here and whole there."""
     if drops_inputs(module):
         raise PlanError(
-            f"adapters of {name} drop a part of their inputs, and ranks would drop different ones",
-            got="lora_dropout > 0",
-            fix="set the adapters' dropout to 0, or leave this layer whole",
+            f"adapters of {name} drop a part of their inputs, which are cut along the sequence",
+            got="lora_dropout > 0, sequence = True",
+            fix="leave sequence out, or set the adapters' dropout to 0",
         )
+
+
+def _check(name: str, module: nn.Module) -> None:
     if scales_rows(module):
         raise PlanError(
             f"the weight of {name} is scaled by row (DoRA) and cannot be cut",

@@ -13,7 +13,7 @@ from torch import nn
 from cai_mesh.adapters import adapters
 from cai_mesh.errors import PlanError, did_you_mean
 from cai_mesh.layout import Replicate, keep_attached
-from cai_tensor_parallel.cut.adapted import ROWS, inner_layers
+from cai_tensor_parallel.cut.adapted import ROWS, check_dropout, dropouts, inner_layers
 from cai_tensor_parallel.cut.arguments import cut_arguments
 from cai_tensor_parallel.cut.entry import base_of, cut_samples
 from cai_tensor_parallel.cut.heads import informed, regroup, uneven_attentions
@@ -23,7 +23,13 @@ from cai_tensor_parallel.cut.vocabulary import keeps_another_bias
 from cai_tensor_parallel.modes import MODES, check_mode
 from cai_tensor_parallel.modes.context import ModeContext, Ranks
 from cai_tensor_parallel.modes.cutter import Cutter
-from cai_tensor_parallel.modes.draws import Draws, draw_between, draw_inside, drops
+from cai_tensor_parallel.modes.draws import (
+    Draws,
+    draw_between,
+    draw_in_adapters,
+    draw_inside,
+    drops,
+)
 from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.grid import unsharded
 from cai_tensor_parallel.modes.head_runs import own_heads
@@ -134,6 +140,8 @@ class Cut:
                 got=name,
                 fix='mode="1d", or merge the adapters first',
             )
+        if self.sequence:
+            check_dropout(name, model.get_submodule(name))
         base, *pairs = inner_layers(name, model.get_submodule(name), role)
         context.module_name = name  # by which it shares what it reads with others
         self._cut_module(model, model.get_submodule(base.name), role, context)
@@ -162,6 +170,7 @@ class Cut:
             columns = [m for kind, m in named if kind in ("colwise", "packed_colwise", "kv_heads")]
             rows = [m for kind, m in named if kind == "rowwise"]
             draw_inside(columns, rows, model, draws)
+            draw_in_adapters(*dropouts(model, roles), model, draws)
 
 
 def _share_inputs(

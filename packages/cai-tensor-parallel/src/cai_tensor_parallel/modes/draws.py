@@ -28,6 +28,7 @@ class Draws:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._common: tuple[torch.Tensor, tuple[int, int] | None] | None = None
+        self._is_paused = False
 
     def __deepcopy__(self, memo: dict) -> Draws:
         return self  # hooks of a copied model hold this one
@@ -58,6 +59,17 @@ class Draws:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.manual_seed(on_gpu[0])
             generator.set_offset(on_gpu[1])
+
+    def pause(self) -> None:
+        """Draw the common numbers until `resume`."""
+        self._is_paused = self._common is not None
+        self.leave()
+
+    def resume(self) -> None:
+        """Go on with numbers of this rank's own, where `pause` met such."""
+        if self._is_paused:
+            self.enter()
+        self._is_paused = False
 
 
 def drops(model: nn.Module) -> bool:
@@ -98,3 +110,24 @@ def draw_inside(columns: list[nn.Module], rows: list[nn.Module], model: nn.Modul
     for module in rows:
         module.register_forward_hook(lambda *_: draws.leave())
     model.register_forward_hook(lambda *_: draws.leave(), always_call=True)
+
+
+def draw_in_adapters(whole: list[nn.Module], parts: list[nn.Module], model: nn.Module, draws: Draws) -> None:
+    """Common numbers in dropout whose input each rank has whole, own ones where ranks have parts of it, in training.
+
+    Args:
+        whole: dropout of adapters beside layers that are whole, or cut by columns.
+        parts: dropout of adapters beside layers that are cut by rows, whose forward ends with the common numbers.
+        model: the model.
+        draws: the generators.
+    """
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if model.training:
+            draws.enter()
+
+    for module in whole:
+        module.register_forward_pre_hook(lambda *_: draws.pause())
+        module.register_forward_hook(lambda *_: draws.resume(), always_call=True)
+    for module in parts:
+        module.register_forward_pre_hook(enter)

@@ -37,6 +37,12 @@ def _check_parallel(config: Config) -> None:
             expected="1",
             fix="raise parallel.shard, and parallel.zero to 3 where memory is short",
         )
+    if parallel.tensor.size > 1 and config.lora.dropout:
+        raise ConfigError(
+            "adapters of a denoiser that drop inputs, on tensor-parallel ranks",
+            got=f"parallel.tensor.size = {parallel.tensor.size}, lora.dropout = {config.lora.dropout}",
+            fix="set lora.dropout to 0, or raise parallel.shard in place of parallel.tensor.size",
+        )
     if parallel.tensor.mode != "1d" or parallel.tensor.sequence:
         raise ConfigError(
             "between a denoiser's blocks are convolutions and modulations by time, which see all samples and features",
