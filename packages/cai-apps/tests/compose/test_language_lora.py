@@ -396,7 +396,7 @@ def test_the_folder_is_the_one_that_peft_writes(option, runs, tmp_path):
     [
         ({"lora": LoRA(alpha=3)}, "lora.rank is 0"),
         ({"tensor": 4, "mode": "2d"}, "grid of ranks"),
-        ({"tensor": 2, "lora": replace(LORA, dropout=0.1)}, "drop inputs"),
+        ({"tensor": 2, "sequence": True, "lora": replace(LORA, dropout=0.1)}, "drop inputs"),
         ({"weights": "random"}, "random weights"),
     ],
     ids=str,

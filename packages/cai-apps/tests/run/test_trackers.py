@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import threading
 import time
@@ -339,8 +338,11 @@ def test_wandb_offline_goes_on_under_the_same_id(run, tmp_path, monkeypatch):
     started(run, config_of("wandb"), 0, 0, [5.0, 4.0, 3.0, 2.0])
     started(run, config_of("wandb"), 2, 4, [20.0, 10.0, 0.0])
     id = json.loads((run.path / "trackers.json").read_text())["id"]
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))  # named by their seconds
     assert [file.stem for file in files] == [f"run-{id}"] * 2
+    until = time.monotonic() + 60  # a run does not wait for its tracker for long, and a busy machine is slow
+    while len(history(files[1])) < 1 and time.monotonic() < until:
+        time.sleep(0.2)
     assert [[step for step, _ in history(file)] for file in files] == [[1, 2, 3, 4], [5]]
     assert history(files[0])[1][1]["train/loss"] == 4.0
 

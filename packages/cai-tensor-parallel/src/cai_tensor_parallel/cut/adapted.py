@@ -58,12 +58,12 @@ def inner_layers(name: str, module: nn.Module, role: Role) -> list[Inner]:
 
 def dropouts(model: nn.Module, roles: Mapping[str, Role]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the dropout of adapters whose input each rank has whole, and of those whose input is cut by features."""
-    whole, parts = [], []
+    shared, parts = [], []
     for name, module in model.named_modules():
         if adapters(module) and drops_inputs(module):
             is_part = name in roles and roles[name].kind == "rowwise"
-            (parts if is_part else whole).extend(module.get_submodule(DROPOUT).children())
-    return whole, parts
+            (parts if is_part else shared).extend(module.get_submodule(DROPOUT).children())
+    return shared, parts
 
 
 def check_dropout(name: str, module: nn.Module) -> None:

@@ -112,11 +112,11 @@ def draw_inside(columns: list[nn.Module], rows: list[nn.Module], model: nn.Modul
     model.register_forward_hook(lambda *_: draws.leave(), always_call=True)
 
 
-def draw_in_adapters(whole: list[nn.Module], parts: list[nn.Module], model: nn.Module, draws: Draws) -> None:
+def draw_in_adapters(shared: list[nn.Module], parts: list[nn.Module], model: nn.Module, draws: Draws) -> None:
     """Common numbers in dropout whose input each rank has whole, own ones where ranks have parts of it, in training.
 
     Args:
-        whole: dropout of adapters beside layers that are whole, or cut by columns.
+        shared: dropout of adapters beside layers that are whole, or cut by columns.
         parts: dropout of adapters beside layers that are cut by rows, whose forward ends with the common numbers.
         model: the model.
         draws: the generators.
@@ -126,7 +126,7 @@ def draw_in_adapters(whole: list[nn.Module], parts: list[nn.Module], model: nn.M
         if model.training:
             draws.enter()
 
-    for module in whole:
+    for module in shared:
         module.register_forward_pre_hook(lambda *_: draws.pause())
         module.register_forward_hook(lambda *_: draws.resume(), always_call=True)
     for module in parts:
