@@ -99,7 +99,7 @@ def steps(run: Path) -> int:
     return file.read_text().count("\n") if file.is_file() else 0
 
 
-def until(true: Callable[[], object], seconds: float = 90) -> float:
+def until(true: Callable[[], object], seconds: float = 150) -> float:
     """Waits for a condition; returns how long it took."""
     start = time.monotonic()
     while not true():

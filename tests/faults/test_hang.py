@@ -90,7 +90,7 @@ def test_a_rank_that_is_stopped(goes_on, device, tmp_path):
             time.sleep(3)
             before = steps(run)
             os.kill(victim, signal.SIGCONT)
-            until(lambda: steps(run) >= before + 3, 30)
+            until(lambda: steps(run) >= before + 3, 60)
             return
         crash = run / "crash/rank-0.txt"
         until(lambda: crash.exists() and crash.stat().st_size, 60)

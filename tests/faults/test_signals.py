@@ -50,7 +50,7 @@ def test_run_stops_after_a_step_with_a_checkpoint(case, device, tmp_path):
     with started(command(launcher, run, device, parallel__shard=size), run) as process:
         until(lambda: steps(run) >= 2 or process.poll() is not None)
         send(process, number, whom)
-        code = process.wait(timeout=40)
+        code = process.wait(timeout=90)
     said = re.findall(r"^stopped by (\w+) after step (\d+) of 100000; go on with (.*)$", output(run), re.M)
     assert [(name, flags) for name, _, flags in said] == [(number.name, f"--log.directory {run}")], output(
         run
@@ -96,7 +96,7 @@ def test_a_signal_that_ends_a_helper_too_is_told_as_what_it_is(size, tmp_path):
     with started(words, run, PYTHONPATH=str(tmp_path)) as process:
         until(lambda: output(run).count("waits for a helper") == size or process.poll() is not None)
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=40) == 143, output(run)
+        assert process.wait(timeout=90) == 143, output(run)
     told = re.findall(
         r"^rank (\d) was stopped by SIGTERM in step 3.*which failed: \w+, see (\S+);", output(run), re.M
     )
@@ -114,7 +114,7 @@ def test_what_the_user_can_mend_is_told_after_a_signal_too(tmp_path):
     ) as process:
         until(lambda: "waits for a helper" in output(run) or process.poll() is not None)
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=40) == 2, output(run)
+        assert process.wait(timeout=90) == 2, output(run)
     assert "error: No space left on device" in output(run) and "was stopped" not in output(run)
 
 
@@ -126,7 +126,7 @@ def test_what_was_stopped_goes_on_to_the_same_weights(device, tmp_path):
     with started(words, run) as process:
         until(lambda: steps(run) >= 2)
         process.terminate()
-        assert process.wait(timeout=40) == 143
+        assert process.wait(timeout=90) == 143
     assert steps(run) < goal
     assert ended(words, run, 90) == 0
     assert "resumed from" in output(run)
