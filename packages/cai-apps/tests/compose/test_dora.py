@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import Case, batch, model_config, run_config
+from layouts import batch, model_config
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
@@ -15,7 +15,6 @@ from cai_apps.compose.adapter_files import check_adapter, load_adapter
 from cai_apps.compose.dora import MAGNITUDES, scaled_layers
 from cai_apps.compose.lora import add_adapters
 from cai_apps.config.adapters import read_adapter
-from cai_apps.config.validation import check_adapters
 from cai_kernels import QuantizedLinear
 from cai_mesh.errors import ConfigError
 
@@ -131,6 +130,3 @@ def test_what_has_no_rows_is_refused():
     tied = base_model("gpt2")
     with pytest.raises(ConfigError, match="lm_head, whose weight is tied"):
         add_adapters(tied, LORA, ["lm_head"])
-    config = run_config(Case(tensor=2), "fp32", 1)
-    with pytest.raises(ConfigError, match="tensor-parallel ranks cut"):
-        check_adapters(config, LORA, weights="pretrained")

@@ -88,7 +88,11 @@ TOGETHER = {
     "data2-zero3-kernels": ("plain", "learned"),
     "one-compiled": ("plain", "tied", "dora"),
     "host": ("plain", "learned", "tied", "dora"),
-    "tensor2": ("plain", "learned", "stabilized", "Conv1D"),
+    "tensor2": ("plain", "learned", "stabilized", "Conv1D", "dora", "dora Conv1D"),
+    "tensor2-sequence-zero3": ("plain", "dora", "dora Conv1D"),
+    "tensor2-sequence-compiled": ("plain", "dora"),
+    "tensor4-shared-heads": ("plain", "dora"),
+    "2x2x2-kernels": ("plain", "dora"),
     "pipeline2": ("plain", "tied", "last block", "first block"),
     "data2-pipeline2-zero3": ("plain", "learned", "last block", "dora"),
 }

@@ -7,10 +7,22 @@ Such a layer is a module around a `base_layer`, with one or several pairs in `lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["BASE", "DROPOUT", "MAGNITUDES", "Pair", "adapters", "base_layer", "drops_inputs", "scales_rows"]
+__all__ = [
+    "BASE",
+    "DROPOUT",
+    "MAGNITUDES",
+    "Pair",
+    "RowRanks",
+    "adapters",
+    "base_layer",
+    "drops_inputs",
+    "scales_rows",
+    "shareable_lengths",
+]
 
 BASE = "base_layer"
 DROPOUT = "lora_dropout"
@@ -29,6 +41,19 @@ class Pair:
 
     down: str
     up: str
+
+
+@runtime_checkable
+class RowRanks(Protocol):
+    """How ranks that share a layer measure its rows together (DoRA), and which of the rows each of them uses."""
+
+    def summed(self, sums: Tensor) -> Tensor:
+        """Return sums over all inputs of the layer [..., rows], from those over the inputs that this rank has."""
+        ...
+
+    def used(self, numbers: Tensor) -> Tensor:
+        """Return what the layer's results are multiplied with here [features], from a number for each row it has."""
+        ...
 
 
 def base_layer(module: nn.Module) -> nn.Module:
@@ -55,3 +80,14 @@ def scales_rows(module: nn.Module) -> bool:
     """Return whether a module is a layer of DoRA, whose weight is computed of all its parameters."""
     magnitudes = module._modules.get(MAGNITUDES)
     return magnitudes is not None and next(magnitudes.parameters(), None) is not None
+
+
+def shareable_lengths(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the lengths of rows of a layer of DoRA that ranks can share, by their names below the layer.
+
+    Such a module has the lengths as its `weight` [rows], and in `ranks` a place for `RowRanks`.
+    """
+    if not scales_rows(module):
+        return {}
+    named = module.get_submodule(MAGNITUDES).named_children()
+    return {f"{MAGNITUDES}.{name}": lengths for name, lengths in named if hasattr(lengths, "ranks")}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.quantized_base import without_codes
 from cai_kernels import QuantizedLinear
+from cai_mesh.adapters import RowRanks
 from cai_mesh.comm import all_gather_object
 from cai_mesh.errors import ConfigError
 from cai_mesh.layout import Box, BoxedTensor
@@ -36,7 +37,10 @@ class RowLengths(nn.Module):
 
     Attributes:
         weight: [out], the learned lengths less those of the layer's own weight.
+        ranks: the tensor-parallel ranks that share the layer, which has a part of its rows or inputs then.
     """
+
+    ranks: RowRanks | None = None
 
     def __init__(self, up: nn.Parameter):
         """Make lengths of rows for an adapter whose B is `up` [out, rank], on its device and in its dtype."""
@@ -48,7 +52,7 @@ class RowLengths(nn.Module):
         nn.init.zeros_(self.weight)
 
     def forward(self, layer: nn.Module, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        """Return m / n - 1 of each row [out], in float32 at least.
+        """Return m / n - 1 of each row that is used [out], in float32 at least.
 
         Args:
             layer: the layer without its adapter.
@@ -61,9 +65,15 @@ class RowLengths(nn.Module):
             wide, up = down.to(squares.dtype), up.to(squares.dtype)
             added = 2 * scale * (up * _products(layer, down).to(squares.dtype)).sum(1)
             added += scale**2 * (up * (up @ (wide @ wide.T))).sum(1)
+            if self.ranks is not None:
+                squares, added = self.ranks.summed(torch.stack((squares, added)))
             lengths = (squares + added).clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
             growth = added / (lengths + squares.sqrt())
-        return (self.weight - growth) / lengths
+        return self.used((self.weight - growth) / lengths)
+
+    def used(self, numbers: Tensor) -> Tensor:
+        """Return those that the layer's results are multiplied with here [features] of a number for each row."""
+        return numbers if self.ranks is None else self.ranks.used(numbers)
 
 
 class ScaledRows:
@@ -92,7 +102,7 @@ class ScaledRows:
             inputs = dropout(inputs)
             product = layer(inputs)
         if layer.bias is not None:
-            product = product - layer.bias
+            product = product - lengths.used(layer.bias)
         added = up(down(inputs)) * scale
         return of_base + added + change * (product + added)
 

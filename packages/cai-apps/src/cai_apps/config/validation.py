@@ -379,12 +379,6 @@ def check_adapters(config: RunConfig, lora: LoRA, *, weights: str) -> None:
             cause="inputs of some layers are cut along the sequence, and of others whole",
             fix="leave parallel.tensor.sequence out, or set lora.dropout to 0",
         )
-    if tensor.size > 1 and lora.dora:
-        raise ConfigError(
-            "lengths of rows (DoRA) of layers that tensor-parallel ranks cut",
-            got=f"parallel.tensor.size = {tensor.size}, lora.dora = true",
-            fix="leave lora.dora out, or raise parallel.shard in place of parallel.tensor.size",
-        )
     if weights == "random":
         raise ConfigError(
             "adapters over random weights",

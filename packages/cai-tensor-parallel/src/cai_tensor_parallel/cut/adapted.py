@@ -2,7 +2,7 @@
 
 Beside a column-cut layer x is whole: so is A, and B [out, rank] is cut as the layer is. Beside a row-cut layer x is
 cut: A [rank, in] is cut as the layer is and its results are summed, and B is whole. What is summed or scattered has
-`rank` features.
+`rank` features. Lengths of the layer's rows (DoRA) are cut beside columns and whole beside rows (`modes.row_lengths`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from cai_mesh.adapters import BASE, DROPOUT, adapters, drops_inputs, scales_rows
+from cai_mesh.adapters import BASE, DROPOUT, adapters, drops_inputs, scales_rows, shareable_lengths
 from cai_mesh.errors import PlanError
 from cai_tensor_parallel.plans.plan import Role
 
@@ -77,7 +77,7 @@ def check_dropout(name: str, module: nn.Module) -> None:
 
 
 def _check(name: str, module: nn.Module) -> None:
-    if scales_rows(module):
+    if scales_rows(module) and not shareable_lengths(module):
         raise PlanError(
             f"the weight of {name} is scaled by row (DoRA) and cannot be cut",
             cause="its lengths are computed of the whole weight and its adapter",

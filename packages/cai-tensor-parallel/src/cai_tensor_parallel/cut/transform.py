@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cai_mesh.adapters import adapters
+from cai_mesh.adapters import adapters, shareable_lengths
 from cai_mesh.errors import PlanError, did_you_mean
 from cai_mesh.layout import Replicate, keep_attached
 from cai_tensor_parallel.cut.adapted import ROWS, check_dropout, dropouts, inner_layers
@@ -34,6 +34,7 @@ from cai_tensor_parallel.modes.forms import GRIDS
 from cai_tensor_parallel.modes.grid import unsharded
 from cai_tensor_parallel.modes.head_runs import own_heads
 from cai_tensor_parallel.modes.reading import watch_readers
+from cai_tensor_parallel.modes.row_lengths import share_rows
 from cai_tensor_parallel.modes.sequence import Places, Sequence, cut_sequence, survey
 from cai_tensor_parallel.modes.shared import sum_gradients
 from cai_tensor_parallel.modes.vocab import gather_logits
@@ -144,6 +145,8 @@ class Cut:
             check_dropout(name, model.get_submodule(name))
         base, *pairs = inner_layers(name, model.get_submodule(name), role)
         context.module_name = name  # by which it shares what it reads with others
+        for lengths in shareable_lengths(model.get_submodule(name)).values():
+            share_rows(lengths, model.get_submodule(base.name), role, context)
         self._cut_module(model, model.get_submodule(base.name), role, context)
         narrow = replace(context, overlap=False)
         for layer in pairs:
