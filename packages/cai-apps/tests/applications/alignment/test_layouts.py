@@ -44,6 +44,14 @@ LAYOUTS = FP8 | {
     "tensor2-kernels": Case(tensor=2, kernels="on"),
     "pipeline2": Case(pipeline=2),
     "pipeline2-zb-v": Case(pipeline=2, chunks=2, schedule="zb-v", unshard="step"),
+    "experts2": Case(data=2, experts=2),
+    "experts2-context2-zero3": Case(data=2, experts=2, context=2, zero=3),
+    "context2": Case(context=2),
+    "context2-ring-kernels": Case(context=2, attention="ring", kernels="on"),
+    "context2-ulysses": Case(context=2, attention="ulysses", recompute="full"),
+    "context2-zero3": Case(data=2, context=2, zero=3),
+    "context2-tensor2-sequence-kernels": Case(context=2, tensor=2, sequence=True, kernels="on"),
+    "context2-pipeline2": Case(context=2, pipeline=2),
     "tensor4-2d": Case(tensor=4, mode="2d"),
     "data2-tensor2-zero3-kernels": Case(data=2, tensor=2, zero=3, kernels="on"),
     "tensor2-pipeline2-kernels": Case(
@@ -52,7 +60,7 @@ LAYOUTS = FP8 | {
     "2x2x2-zero1": Case(data=2, tensor=2, pipeline=2),
     "data2-pipeline2-zero3": Case(data=2, pipeline=2, chunks=2, schedule="zb-v", zero=3, unshard="step"),
 }
-STAYING = ("data2-zero3", "tensor2", "pipeline2")
+STAYING = ("data2-zero3", "tensor2", "pipeline2", "context2")
 """Layouts whose reference stays beside the model."""
 SOME = ("dpo", "kto", "reward", "orpo")
 WIDE = {
@@ -67,13 +75,25 @@ WIDE = {
         for layout in LAYOUTS
         if LAYOUTS[layout].world == 2 and layout not in FP8
         for algorithm in (*SOME, "ipo", "simpo", "dpo-shared", "reward-shared")
+        if not ("context" in layout or "experts" in layout) or "shared" not in algorithm
     ],
     4: [(layout, algorithm) for layout in LAYOUTS if LAYOUTS[layout].world == 4 for algorithm in SOME],
     8: [("2x2x2-zero1", algorithm) for algorithm in SOME],
 }
 """Pairs of the matrix."""
-TOGETHER = [("data2-zero3", "kto"), ("tensor2-sequence-kernels", "dpo-shared"), ("pipeline2-zb-v", "reward")]
+TOGETHER = [
+    ("data2-zero3", "kto"),
+    ("tensor2-sequence-kernels", "dpo-shared"),
+    ("pipeline2-zb-v", "reward"),
+    ("context2", "kto"),
+    ("context2-ulysses", "reward"),
+    ("experts2", "dpo"),
+]
 """Pairs of the suite: each dimension once, with algorithms that count in different ways."""
+
+
+def model_of(layout: str) -> str:
+    return "qwen3_moe" if "experts" in layout else "llama"
 
 
 def session_of(layout: str, algorithm: str, form: str, lora: bool):
@@ -83,7 +103,7 @@ def session_of(layout: str, algorithm: str, form: str, lora: bool):
     if layout == "host":
         config = replace(config, memory=replace(config.memory, residency="host"))
     comparison = Comparison(config)
-    plain = workload(config, model_config("llama"), comparison)
+    plain = workload(config, model_config(model_of(layout)), comparison)
     if form == "model":
         comparison.model = freeze(config, plain, device=CPU)
     return config, plain
@@ -149,12 +169,12 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(directories):
-    kept = {}
+    runs = {}
 
-    def of(algorithm: str):
-        if algorithm not in kept:
-            kept[algorithm] = twin(algorithm, _rows(directories, algorithm))
-        return kept[algorithm]
+    def of(algorithm: str, model: str = "llama"):
+        if (algorithm, model) not in runs:
+            runs[algorithm, model] = twin(algorithm, _rows(directories, algorithm), model)
+        return runs[algorithm, model]
 
     return of
 
@@ -175,14 +195,16 @@ def assert_equal_to_single_texts(world, cases, directories, plain):
     for (layout, algorithm), (losses, first, last, measures) in zip(cases, results, strict=True):
         # norms compute in float32, and a grid, a compiler or a shared prompt adds them up in another order
         exact = 1e-6 if "compiled" in layout or "2d" in layout or "shared" in algorithm else 1e-9
-        expected = plain(algorithm)
+        expected = plain(algorithm, model_of(layout))
         assert losses == pytest.approx(expected[0], rel=exact), (layout, algorithm)
         if layout != "host":
             assert_same_as_one_device(first, expected[1], tolerance=max(exact, 1e-8))
             if exact == 1e-9:  # else AdamW steps gradients that are nothing but rounding as far as any other
                 assert_same_as_one_device(last, expected[2], tolerance=1e-7)
         later = measures[1:]  # before the first update, rounding says which of equal rewards is larger
-        np.testing.assert_allclose(later, measured.setdefault(algorithm, later), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            later, measured.setdefault((algorithm, model_of(layout)), later), rtol=1e-5, atol=1e-7
+        )
 
 
 @pytest.mark.matrix

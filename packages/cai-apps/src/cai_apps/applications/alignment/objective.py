@@ -15,6 +15,7 @@ from cai_apps.applications.alignment.config import Alignment, Config
 from cai_apps.applications.alignment.losses import LOSSES, Judged, Pairs, judged_loss
 from cai_apps.applications.alignment.scores import Scorer
 from cai_apps.compose.losses import NextTokenLoss
+from cai_mesh.comm import degree, group
 
 OF_PAIRS = (
     "rewards/accuracies",
@@ -65,7 +66,8 @@ class Objective:
         """Return the loss of a config for a model that is cut over the ranks of a mesh."""
         tokens = NextTokenLoss.of(model, mesh, config.parallel.tensor.mode, config.train.kernels)
         options = config.alignment
-        scorer = Scorer(tokens, ALGORITHMS[options.algorithm].score, options.share_prompts)
+        context = group(mesh, ("cp",)) if degree(mesh, "cp") > 1 else None
+        scorer = Scorer(tokens, ALGORITHMS[options.algorithm].score, options.share_prompts, context)
         return cls(options, scorer)
 
     def __call__(self, output: Any, rows: Mapping[str, Tensor]) -> Tensor:
@@ -84,7 +86,13 @@ class Objective:
         is_judged = ALGORITHMS[self.options.algorithm].units == "judged"
         losses, ratios = (self._judged if is_judged else self._paired)(scores, local_rows)
         sums = torch.stack([torch.stack(pair) for pair in ratios], dim=1)
-        return self._summed(losses, local_rows["present"]), self.scorer.tokens.form.summed(sums)
+        return self._once(self._summed(losses, local_rows["present"]), self.scorer.tokens.form.summed(sums))
+
+    def _once(self, loss: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both as they count where all ranks of a context have them: on the first, and its gradient on all."""
+        if self.scorer.context is None or self.scorer.context.rank() == 0:
+            return loss, sums
+        return loss - loss.detach(), torch.zeros_like(sums)
 
     def _summed(self, losses: Tensor, present: Tensor) -> Tensor:
         return self.scorer.tokens.form.summed(torch.where(present, losses, 0.0).sum())

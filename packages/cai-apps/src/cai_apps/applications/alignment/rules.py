@@ -36,7 +36,8 @@ def check_alignment(config: Config) -> None:
     """Raise ConfigError for options that an algorithm does not read, or a reference that there is not."""
     _check_options(config.alignment)
     _check_reference(config)
-    validation.refuse_context(config, "answers, whose scores are sums over whole ones")
+    if config.alignment.share_prompts:
+        validation.refuse_context(config, "pairs with prompts that are computed once for both answers")
     algorithm = ALGORITHMS[config.alignment.algorithm]
     if config.data.trained != ("all",):
         raise ConfigError(

@@ -16,12 +16,16 @@ from cai_apps.applications.alignment.reference import KL, ROWS, Comparison
 from cai_apps.applications.language.base import weights_directory
 from cai_apps.applications.language.model import Maker, build, call_options, initializer
 from cai_apps.applications.language.noise import KEYS
+from cai_apps.applications.language.task import own_tokens
 from cai_apps.applications.language.weights import pretrained, quantized_base
+from cai_apps.compose.losses import IGNORED
 from cai_apps.compose.models import causal_model, load_model_config
 from cai_apps.compose.positions import PositionsKnown
 from cai_apps.compose.routing.places import text_places
 from cai_apps.compose.value_head import HEAD, has_stored_head, reward_model
 from cai_apps.compose.workload import Batch, Workload
+from cai_mesh.comm import AnyMesh
+from cai_tensor_parallel import own_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,7 +72,22 @@ def workload(config: Config, model: PretrainedConfig, comparison: Comparison | N
         chooses_places=not has_value_head(config),
         experts=config.experts,
         token_weights=text_places,
+        part=own_answers,
     )
+
+
+def own_answers(batch: Batch, mesh: AnyMesh) -> Batch:
+    """Return this rank's tokens of a batch of whole rows, and beside them "places" [B, S / cp], theirs in the rows.
+
+    "scored" [B, K] are places among these tokens: those with a label first, of which a rank may have any number.
+    """
+    names = ("input_ids", "position_ids", "labels", "cu_seqlens")
+    parts = own_tokens({name: batch[name] for name in names}, mesh)
+    row_places = torch.arange(batch["labels"].shape[1], device=batch["labels"].device)
+    parts["places"] = own_rows(row_places.expand_as(batch["labels"]), mesh, parts["cu_seqlens"])
+    count = min(batch["scored"].shape[1], parts["labels"].shape[1])
+    parts["scored"] = (parts["labels"] == IGNORED).byte().argsort(dim=1, stable=True)[:, :count]
+    return {name: value for name, value in batch.items() if not name.startswith(KL)} | parts
 
 
 def _predicted(objective: Objective, output: object) -> Tensor:
