@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
@@ -210,6 +211,45 @@ def test_long_cases_are_tests():
             continue
         functions = re.findall(r"^def (test_\w+)\(", (ROOT / path).read_text(), re.M)
         assert {case.partition("[")[0] for case in table["cases"]} <= {*functions}, path
+
+
+def test_long_cases_are_cases(pytestconfig):
+    """A case whose arguments have changed since would leave out nothing."""
+    tables = tomllib.loads((ROOT / "tests" / "matrix.toml").read_text())
+    named = {
+        path: [case for case in table["cases"] if "[" in case]
+        for path, table in tables.items()
+        if "cases" in table
+    }
+    files = [path for path, cases in named.items() if cases]
+    command = [
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "matrix or not matrix",
+        *files,
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert run.returncode == 0, run.stdout[-2000:]
+    collected: dict[str, list[str]] = {path: [] for path in files}
+    for line in run.stdout.splitlines():
+        path, _, name = line.partition("::")
+        if name:
+            collected[path].append(name.rpartition("::")[2])
+    house_conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "is_long"))
+    stale = [
+        f"{path}: {case}"
+        for path in files
+        for case in named[path]
+        if collected[path] and not any(house_conftest.is_long(name, (case,)) for name in collected[path])
+    ]
+    assert not stale, "\n".join(stale)
 
 
 @pytest.mark.parametrize(

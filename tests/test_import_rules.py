@@ -388,6 +388,13 @@ def test_planning_an_offload_needs_no_torch():
     assert {name.split(".")[1] for name in loaded if name.startswith("cai_gemini.")} == {"planning"}
 
 
+def test_applications_are_found_without_torch():
+    """A config is checked before torch is loaded (decision 39)."""
+    loaded = loaded_by("cai_apps.applications as table; [table.find(name) for name in table.TABLE]")
+    assert "cai_apps.applications.recsys" in loaded
+    assert not {"torch", "transformers"} & {*loaded}
+
+
 def test_torchs_compiler_is_imported_by_what_compiles_alone():
     """It takes two seconds, which a command that trains nothing need not wait."""
     rooms = "cai_mesh.storage, cai_tensor_parallel.experts, cai_pipeline, cai_zero, cai_gemini, cai_kernels"

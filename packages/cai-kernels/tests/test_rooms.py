@@ -12,6 +12,9 @@ ROOMS = [path.parent for path in Path(cai_kernels.__file__).parent.glob("*/refer
 
 
 def test_rooms_open_with_a_formula():
-    openings = {room.name: ast.get_docstring(ast.parse((room / "__init__.py").read_text())) for room in ROOMS}
+    openings = {
+        room.name: ast.get_docstring(ast.parse((room / "__init__.py").read_text()), clean=False)
+        for room in ROOMS
+    }
     assert openings
     assert not [name for name, text in openings.items() if not re.search(r"\n\n {4}\S.* (=|<-) ", text or "")]

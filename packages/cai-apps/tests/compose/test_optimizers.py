@@ -18,7 +18,7 @@ from cai_apps.applications.language.task import workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.optimizers import parameter_groups
 from cai_apps.config import file as config_file
-from cai_apps.config.optimizer import Optimizer, OptimizerGroup
+from cai_apps.config.optimizer import RULES, Optimizer, OptimizerGroup
 from cai_apps.config.validation import resolve
 from cai_gemini.chunk.optimizer_step import has_two_moments
 from cai_kernels import adamw_steps_
@@ -115,6 +115,21 @@ def trained(case: Case, dtype: str, options: Optimizer):
         session = apply(config, workload(config, model_config("llama")), device=torch.device("cpu"))
     losses, _ = train_steps(session, case, 0, STEPS)
     return losses, full(parameters_of(session)), len(session.weights.optimizer.param_groups)
+
+
+def undecayed(kinds: tuple[str, ...]) -> dict[str, list[str]]:
+    """By kind the parameters that a step with decay leaves where one without does."""
+    still = {}
+    for kind in kinds:
+        options = replace(OPTIONS.get(kind, Optimizer(kind=kind, lr=1e-2)), groups={})
+        both = [trained(Case(), "fp64", replace(options, weight_decay=decay))[1] for decay in (0.0, 0.5)]
+        still[kind] = [name for name, value in both[0].items() if torch.equal(value, both[1][name])]
+    return still
+
+
+def test_every_rule_decays_weights():
+    """The section has a decay always, and nothing would say that a rule does not read it."""
+    assert run_ranks(1, undecayed, tuple(RULES))[0] == {kind: [] for kind in RULES}
 
 
 PAIRS = [

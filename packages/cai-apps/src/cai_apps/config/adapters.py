@@ -120,20 +120,22 @@ def _targets(table: dict[str, Any], layers: tuple[str, ...]) -> tuple[str, ...]:
     Beside them are the ends of names of stacked parameters (`target_parameters`), whose tensors bear the name of the
     layer of experts, each but the last with as many `.base_layer` as stand outside of it.
     """
-    named, ends = table.get("target_modules") or [], table.get("target_parameters") or []
-    parameters = {end if "." in end else f"{EXPERTS}.{end}" for end in ends}
-    parents = {end.rpartition(".")[0] for end in parameters}
+    named, suffixes = table.get("target_modules") or [], table.get("target_parameters") or []
+    parameters = {suffix if "." in suffix else f"{EXPERTS}.{suffix}" for suffix in suffixes}
+    parents = {suffix.rpartition(".")[0] for suffix in parameters}
     plain = [
-        layer for layer in layers if not any(_ends_with(layer.replace(WRAPPED, ""), end) for end in parents)
+        layer
+        for layer in layers
+        if not any(_ends_with(layer.replace(WRAPPED, ""), suffix) for suffix in parents)
     ]
     if not isinstance(named, list) or any(table.get(key) for key in CHOOSING):
         return tuple(sorted(parameters | set(plain)))
-    of_layers = {end for end in map(str, named) if any(_ends_with(layer, end) for layer in plain)}
+    of_layers = {suffix for suffix in map(str, named) if any(_ends_with(layer, suffix) for layer in plain)}
     return tuple(sorted(parameters | of_layers))
 
 
-def _ends_with(name: str, end: str) -> bool:
-    return f".{name}".endswith(f".{end}")
+def _ends_with(name: str, suffix: str) -> bool:
+    return f".{name}".endswith(f".{suffix}")
 
 
 def _table(directory: Path) -> dict[str, Any]:

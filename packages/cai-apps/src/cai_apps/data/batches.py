@@ -106,13 +106,13 @@ class Prefetch:
         """
         ahead, self._ahead = self._ahead, None
         known = ahead is not None and ahead[0] == position
-        on_host = ahead[1].result() if ahead is not None and known else self._read(position)
+        host_batch = ahead[1].result() if ahead is not None and known else self._read(position)
         if not last:
             following = position + self._batches.global_batch
             self._ahead = following, self._thread.submit(self._read, following)
-        return on_host, [
+        return host_batch, [
             {name: value.to(self._device, non_blocking=True) for name, value in batch.items()}
-            for batch in on_host
+            for batch in host_batch
         ]
 
     def _read(self, position: int) -> Microbatches:

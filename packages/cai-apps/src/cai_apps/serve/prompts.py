@@ -16,7 +16,7 @@ from cai_apps.serve.schemas import ChatBody, ChatMessage, CompletionBody, Tokeni
 from cai_apps.serve.tools import forced_schema
 from cai_mesh.errors import CaiError
 
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 """Tokens of a completion whose length is not said, as OpenAI has it."""
 
 
@@ -73,7 +73,7 @@ def completion_job(body: CompletionBody, model: ServedModel, limits: Limits) -> 
         raise ApiError(
             400, "max_tokens: 0 asks for nothing without echo", param="max_tokens", code="invalid_value"
         )
-    tokens = max(1, DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens)
+    tokens = max(1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     sampling = _sampling(body, limits, tokens, body.logprobs)
     for prompt in prompts:
         check_prompt(prompt, tokens, model, limits)

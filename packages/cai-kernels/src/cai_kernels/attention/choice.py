@@ -123,5 +123,5 @@ def torchs_choice(
             )
     except RuntimeError:  # torch raises where none of the backends takes the arguments
         return None
-    names = {int(backend): name for name, backend in SDPA.items()}
-    return names.get(backend_number)
+    name_by_number = {int(backend): name for name, backend in SDPA.items()}
+    return name_by_number.get(backend_number)

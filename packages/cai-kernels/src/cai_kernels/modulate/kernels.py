@@ -18,10 +18,10 @@ def _rows(parts, tokens, first, ROWS: tl.constexpr):
 
 
 @triton.jit
-def modulate(inputs, outputs, shape, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def modulate(inputs, outputs, sizes, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     x_ptr, scale_ptr, shift_ptr = inputs
     y_ptr, mean_ptr, rstd_ptr = outputs
-    parts, tokens, columns, scale_stride, shift_stride = shape
+    parts, tokens, columns, scale_stride, shift_stride = sizes
     sample, row, real = _rows(parts, tokens, tl.program_id(0) % parts, ROWS)
     at = tl.arange(0, BLOCK)
     live = at < columns
@@ -42,12 +42,12 @@ def modulate(inputs, outputs, shape, eps, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def modulate_backward(
-    inputs, outputs, shape, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    inputs, outputs, sizes, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Gradient of x, and sums over a program's tokens of those of scale and shift, [parts, N, C]."""
     dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr = inputs
     dx_ptr, dscale_ptr, dshift_ptr = outputs
-    parts, tokens, columns, scale_stride, samples = shape
+    parts, tokens, columns, scale_stride, samples = sizes
     at = tl.arange(0, BLOCK)
     live = at < columns
     part, of = tl.program_id(0) % parts, tl.program_id(0) // parts
@@ -80,9 +80,9 @@ def modulate_backward(
 
 
 @triton.jit
-def gate_add(inputs, y_ptr, shape, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def gate_add(inputs, y_ptr, sizes, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     residual_ptr, x_ptr, gate_ptr = inputs
-    parts, tokens, columns, gate_stride = shape
+    parts, tokens, columns, gate_stride = sizes
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < columns
     sample, row, real = _rows(parts, tokens, tl.program_id(0) % parts, ROWS)
@@ -97,12 +97,12 @@ def gate_add(inputs, y_ptr, shape, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_add_backward(
-    inputs, outputs, shape, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    inputs, outputs, sizes, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Gradient of x, and sums over a program's tokens of that of gate, [parts, N, C]."""
     dy_ptr, x_ptr, gate_ptr = inputs
     dx_ptr, dgate_ptr = outputs
-    parts, tokens, columns, gate_stride, samples = shape
+    parts, tokens, columns, gate_stride, samples = sizes
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < columns
     part, of = tl.program_id(0) % parts, tl.program_id(0) // parts

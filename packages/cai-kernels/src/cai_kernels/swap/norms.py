@@ -133,7 +133,7 @@ def _epsilons(module: nn.Module) -> list[tuple[str, float]]:
 
 def _key(module: nn.Module) -> tuple:
     """Modules with the same key compute the same."""
-    shapes = sorted((n, p.shape) for n, p in module.named_parameters())
+    named_shapes = sorted((n, p.shape) for n, p in module.named_parameters())
     attributes = {
         n: v for n, v in vars(module).items() if n != "training" and not isinstance(v, (dict, set, list))
     }
@@ -141,7 +141,7 @@ def _key(module: nn.Module) -> tuple:
     attribute_texts = sorted(
         (n, repr(v) if is_plain(v) else str(id(getattr(v, "__func__", v)))) for n, v in attributes.items()
     )
-    return (type(module), *shapes, *attribute_texts)
+    return (type(module), *named_shapes, *attribute_texts)
 
 
 # -- what it computes --------------------------------------------------------------------------------------------------
@@ -170,14 +170,14 @@ def _recognize(module: nn.Module) -> Norm | str | None:
     return reason
 
 
-def _trouble(module: nn.Module, words: set[str], decides: bool) -> str | None:
+def _trouble(module: nn.Module, identifiers: set[str], decides: bool) -> str | None:
     methods = {n for c in type(module).__mro__[:-2] for n in vars(c)}
-    strange = sorted(w for w in words - WORDS - methods if not is_error(w))
+    strange = sorted(w for w in identifiers - WORDS - methods if not is_error(w))
     if strange:
         return f"its code uses {', '.join(strange)}, which no norm needs"
     if next(module.buffers(), None) is not None:
         return "it has buffers"
-    lengths = sorted(words & SHAPES)
+    lengths = sorted(identifiers & SHAPES)
     return f"its code decides something and uses {', '.join(lengths)}" if decides and lengths else None
 
 

@@ -95,12 +95,12 @@ def _spread(
     weights_ptr,
     y_ptr,
     columns,
-    rows,
+    out_rows,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the result beyond `rows`, which only dropped choices have, are not written."""
+    """Rows of the result beyond `out_rows`, which only dropped choices have, are not written."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -113,7 +113,7 @@ def _spread(
             value = (x.to(tl.float32) * tl.load(weights_ptr + token * K + k).to(tl.float32)).to(x.dtype)
         value = tl.where(routed, value, tl.zeros_like(value))
         place = tl.where(routed, row, -1 - row)
-        tl.store(y_ptr + place * columns + at, value, mask=at < tl.where(place < rows, columns, 0))
+        tl.store(y_ptr + place * columns + at, value, mask=at < tl.where(place < out_rows, columns, 0))
 
 
 @triton.jit

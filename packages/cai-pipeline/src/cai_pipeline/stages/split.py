@@ -191,12 +191,12 @@ def _assign_layers(
             raise PlanError(
                 "unknown balance", got=repr(balance), expected="'auto' or the layers of each stage"
             )
-        first = LOOKUP_COST * sum(map(size, structure.lists[0].before))
-        last = sum(map(size, structure.lists[-1].after))
+        first_cost = LOOKUP_COST * sum(map(size, structure.lists[0].before))
+        last_cost = sum(map(size, structure.lists[-1].after))
         for (ended, layers), (begun, _) in pairwise(structure.ranges(model)):
             costs[layers.stop - 1] += sum(map(size, ended.after))
             costs[layers.stop] += LOOKUP_COST * sum(map(size, begun.before))
-        return balance_ranks(costs, stage_ranks, first=first, last=last)
+        return balance_ranks(costs, stage_ranks, first=first_cost, last=last_cost)
     return explicit_layers(balance, len(costs), len(stage_ranks))
 
 

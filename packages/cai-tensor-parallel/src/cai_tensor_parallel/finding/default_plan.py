@@ -25,5 +25,5 @@ def plan_for(model: nn.Module, ranks: int = 1) -> Plan:
     Raises `PlanError` for a model with no plan, with a template to fill in.
     """
     of_transformers = hasattr(getattr(model, "config", None), "to_json_string")
-    parts = None if of_transformers else plan_of_parts(model, ranks)
-    return plan_of_transformers(model) if parts is None else parts
+    parts_plan = None if of_transformers else plan_of_parts(model, ranks)
+    return plan_of_transformers(model) if parts_plan is None else parts_plan

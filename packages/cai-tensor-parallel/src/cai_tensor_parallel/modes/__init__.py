@@ -29,7 +29,7 @@ def check_mode(mode: str) -> None:
 
 def check_axes(mode: str, mesh: ParallelMesh) -> None:
     """Raise `MeshError` where the dimensions that play `tp` are not those of the mode, or their degrees not alike."""
-    if mode == "1d":
+    if mode not in GRIDS:
         return
     mode_axes, mesh_axes = GRIDS[mode].axes, mesh.leaves("tp")
     sizes = {name: mesh.degree(name) for name in mesh_axes}

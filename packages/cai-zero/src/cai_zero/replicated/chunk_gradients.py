@@ -74,16 +74,16 @@ class ChunkGradients:
         """Whether a reduction is still needed before the gradient of the step is complete."""
         return self.pending or self.reduced is None or self.buffer.has_gradients
 
-    def _add_reduced(self, shard: torch.Tensor) -> None:
+    def _add_reduced(self, grad_shard: torch.Tensor) -> None:
         self.pending, self.absent = False, None
         total = self.reduced if self.flat.grad is None else self.flat.grad
         self.flat.grad = None
         if total is None:
-            self.reduced = shard
+            self.reduced = grad_shard
             return
         self.reduced = total
         self.clear_dropped()
-        self.reduced = total.to(shard.dtype).add_(shard)
+        self.reduced = total.to(grad_shard.dtype).add_(grad_shard)
 
     def settle(self, absent: set[int]) -> None:
         """Complete the gradient of the coming step; `absent` have none."""

@@ -83,9 +83,9 @@ class HarnessModel(TemplateLM):
 
         windows = [window(context, continuation) for _, context, continuation in requests]
         order = sorted(range(len(windows)), key=lambda number: -len(windows[number].ids))
-        scores = self._evaluator.scorer.scores(windows[number] for number in order)
+        scored_windows = self._evaluator.scorer.scores(windows[number] for number in order)
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(windows)
-        for number, (_, score) in zip(order, scores, strict=True):
+        for number, (_, score) in zip(order, scored_windows, strict=True):
             answers[number] = score.log_probability, score.correct == score.targets
         return answers
 

@@ -37,7 +37,7 @@ class Denoiser(nn.Module):
         self.denoiser = denoiser
         self.texts = nn.ModuleDict({str(number): text for number, text in enumerate(texts)})
         self._family = family
-        self.layers = family.layers
+        self.layer_classes = family.layer_classes
 
     def forward(self, sample: Tensor, time: Tensor, **condition: Tensor) -> Tensor:
         """`condition`: text [n, length, width], pooled [n, width], label int64 [n]; tokens int64 [n, encoders, length]
@@ -103,7 +103,7 @@ def check_shared(directory: Path) -> None:
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """What is compiled and recomputed of a `Denoiser`: the layers its family names, and blocks without any of them."""
-    named: tuple[str, ...] = model.layers  # type: ignore[assignment]
+    named: tuple[str, ...] = model.layer_classes  # type: ignore[assignment]
     compiled_layers: list[nn.Module] = []
     for block in blocks_of(model):
         inside = [module for module in block.modules() if type(module).__name__ in named]

@@ -23,7 +23,7 @@ class Family:
     multiple: a function of its config: the number that the sides of its latents must be multiples of.
     square: its latents are as high as wide, and always of one size.
     zero: ends of the names of layers whose weights start at zero, so that blocks begin as the identity.
-    layers: classes of its parts that are compiled, and recomputed, each as a whole.
+    layer_classes: classes of its parts that are compiled, and recomputed, each as a whole.
     adapted: ends of the names of layers that have adapters unless a config says which.
     convolutional: its layers are fastest where channels are last in memory.
     flow: it learns a flow, not a diffusion.
@@ -38,7 +38,7 @@ class Family:
     multiple: Callable[[Mapping[str, Any]], int]
     square: bool
     zero: tuple[str, ...]
-    layers: tuple[str, ...]
+    layer_classes: tuple[str, ...]
     adapted: tuple[str, ...]
     convolutional: bool
     flow: bool
@@ -62,7 +62,7 @@ FAMILIES = {
         lambda config: 2 ** (len(config["block_out_channels"]) - 1),
         square=False,
         zero=("conv2", "proj_out", "conv_out"),
-        layers=("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D"),
+        layer_classes=("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D"),
         adapted=ATTENTION,
         convolutional=True,
         flow=False,
@@ -77,7 +77,7 @@ FAMILIES = {
         lambda config: config["patch_size"],
         square=True,
         zero=("norm1.linear", "proj_out_1", "proj_out_2"),
-        layers=("BasicTransformerBlock",),
+        layer_classes=("BasicTransformerBlock",),
         adapted=ATTENTION,
         convolutional=False,
         flow=False,
@@ -96,7 +96,7 @@ FAMILIES = {
         lambda config: config["patch_size"],
         square=False,
         zero=("norm1.linear", "norm1_context.linear", "norm_out.linear", "proj_out"),
-        layers=("JointTransformerBlock",),
+        layer_classes=("JointTransformerBlock",),
         adapted=(*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         convolutional=False,
         flow=True,

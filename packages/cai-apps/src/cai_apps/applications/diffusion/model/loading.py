@@ -64,7 +64,7 @@ def load_denoiser(
 
     kind = getattr(diffusers, design.denoiser["_class_name"])
     model = read_part(kind, home, dtype)
-    return settled(model, [*_layers(model, design.family.layers)], device, memory)
+    return settled(model, [*_layers(model, design.family.layer_classes)], device, memory)
 
 
 def read_part(kind: Any, home: Path, dtype: torch.dtype) -> nn.Module:
