@@ -153,7 +153,14 @@ LINES = {
     "stable-diffusion": ("UNet2DConditionModel", "report.html"),
     "tensor-and-zero": ("largest difference of a loss", "loss of the next batch"),
     "two-machines": ("ZeRO-2, 4 cpu ranks", "resumed from", "report.html"),
-    "classify": ("argparse -", "logging -", "10 classes", "report.html", "ViTForImageClassification"),
+    "classify": (
+        "argparse -",
+        "logging -",
+        "10 classes",
+        "report.html",
+        "ViTForImageClassification",
+        "numbers of adapters",
+    ),
     "kernel": ("passed", "failed"),
 }
 """What every page prints on its way; all of it is there, or the page has left something out."""

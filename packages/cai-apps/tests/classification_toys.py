@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from collections.abc import Collection
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from layouts import BATCH, LENGTH, VOCAB, Case, adamw, rate, run_config
+from layouts import BATCH, LENGTH, VOCAB, Case, adamw, full, parameters_of, rate, run_config
 from torch import nn
 
 from cai_apps.applications.classification.config import Config, Data, Model
+from cai_apps.applications.classification.model import config_for, kind_of, pretrained
+from cai_apps.applications.classification.workload import workload
+from cai_apps.compose.apply import apply
+from cai_apps.config.optimizer import OptimizerGroup
+from cai_apps.config.sections import LoRA
+from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
 
+NONE = LoRA()
 STEPS, CLASSES = 5, ("cold", "mild", "warm")
 HIDDEN = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -32,6 +40,20 @@ TEXTS = {
 }
 PICTURES = {"vit": HIDDEN | QUIET | {"image_size": 8, "patch_size": 4}}
 KINDS = TEXTS | PICTURES
+
+
+LAYOUTS = {
+    "one": Case(),
+    "one-recompute": Case(recompute="full"),
+    "one-compiled": Case(compile="on"),
+    "one-kernels": Case(kernels="on"),
+    "data2-zero2": Case(data=2, zero=2),
+    "data2-zero3": Case(data=2, zero=3),
+    "tensor2": Case(tensor=2),
+    "pipeline2": Case(pipeline=2),
+    "data2-tensor2": Case(data=2, tensor=2, zero=3),
+    "tensor2-pipeline2": Case(tensor=2, pipeline=2),
+}
 
 
 def saved(kind: str, directory: Path) -> Path:
@@ -69,7 +91,7 @@ def batch(kind: str, step: int) -> dict[str, torch.Tensor]:
     return rows | ({"token_type_ids": types} if kind == "bert" else {})
 
 
-def config_of(directory: Path, case: Case) -> Config:
+def config_of(directory: Path, case: Case, lora: LoRA = NONE) -> Config:
     """The config of a case, for the model of a directory."""
     base = run_config(case, "fp64", STEPS)
     taken = {
@@ -78,17 +100,33 @@ def config_of(directory: Path, case: Case) -> Config:
         "application": "classification",
         "model": Model(str(directory), "pretrained"),
         "data": Data(sequence_length=LENGTH),
+        "lora": lora,
     }
+    if lora.dora:  # peft's decay would draw lengths to 0, and this one draws them to those of the base
+        groups = {"lengths": OptimizerGroup(match="*lora_magnitude_vector*", weight_decay=0.0)}
+        taken["optimizer"] = replace(base.optimizer, groups=groups)
     return Config(**taken)
 
 
-def twin(kind: str, directory: Path):
-    """Losses and final parameters of a plain loop over transformers' own model."""
+def opened(kind: str, directory: Path) -> nn.Module:
+    """The model of a directory as transformers opens it, in float64."""
     from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
     make = AutoModelForSequenceClassification if kind in TEXTS else AutoModelForImageClassification
-    model = make.from_pretrained(directory, dtype=torch.float64)
+    return make.from_pretrained(directory, dtype=torch.float64)
+
+
+def twin(kind: str, model: nn.Module, without_decay: Collection[str] = ()):
+    """Losses and final parameters of a plain loop over transformers' own model, which may have adapters of peft."""
     optimizer, losses = adamw(model), []
+    undecayed = [
+        p for name, p in model.named_parameters() if name.removeprefix("base_model.model.") in without_decay
+    ]
+    if undecayed:
+        optimizer.param_groups[0]["params"] = [
+            p for p in model.parameters() if all(p is not other for other in undecayed)
+        ]
+        optimizer.add_param_group({"params": undecayed, "weight_decay": 0.0})
     for step in range(STEPS):
         rows = batch(kind, step)
         if kind in PICTURES:
@@ -96,7 +134,8 @@ def twin(kind: str, directory: Path):
         loss = model(**rows).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = rate(step)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -113,3 +152,29 @@ def records(path: Path, count: int = 60, second: bool = False) -> Path:
         lines.append(json.dumps(one | ({"other": f"day {number}"} if second else {})))
     path.write_text("\n".join(lines))
     return path
+
+
+def trained_session(layout, kind, directory, lora=NONE):
+    """A session after its steps, its first weights, and the losses."""
+    config = config_of(directory, LAYOUTS[layout], lora)
+    model = config_for(str(directory), CLASSES)
+    what = kind_of(model, kind)
+    names = tuple(name for name in batch(kind, 0) if name != "labels")
+    fill = pretrained(str(directory), directory, model, what)
+    session = apply(config, workload(config, model, what, names, fill), device=torch.device("cpu"))
+    begun = {name: value.clone() for name, value in full(parameters_of(session)).items()}
+    share = BATCH // degree(session.mesh, DATA_AXES)
+    first, losses = index(session.mesh, DATA_AXES) * share, []
+    for step in range(STEPS):
+        rows = {name: value[first : first + share] for name, value in batch(kind, step).items()}
+        if "pixel_values" in rows:
+            rows["pixel_values"] = rows["pixel_values"].double()
+        pieces = {name: value.split(config.train.microbatch_size) for name, value in rows.items()}
+        microbatches = [
+            dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)
+        ]
+        loss = session.step(microbatches, total=float(BATCH)).clone()
+        session.update(rate(step), float(session.norm()))
+        all_reduce(loss, group(session.mesh, DATA_AXES))
+        losses.append(float(loss))
+    return session, begun, losses

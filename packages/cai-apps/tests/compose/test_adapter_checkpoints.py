@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from cai_apps.applications.language.config import LoRA
 from cai_apps.applications.language.rules import with_adapter
-from cai_apps.applications.language.task import export_adapter, trained_weights, workload
+from cai_apps.applications.language.task import export_adapter, workload
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside
 from cai_apps.compose.apply import apply
 from cai_apps.config.adapters import read_adapter
@@ -79,10 +79,10 @@ def learned(session) -> dict[str, torch.Tensor]:
     """All that is trained, in full."""
     names = {
         name
-        for name in full(trained_weights(session))
+        for name in full(session.trained_weights())
         if ".lora_" in name or name in ("lm_head.weight", "model.norm.weight")
     }
-    return {name: value for name, value in full(trained_weights(session)).items() if name in names}
+    return {name: value for name, value in full(session.trained_weights()).items() if name in names}
 
 
 def begun(layouts: tuple[str, ...], base: Path, home: Path):
@@ -95,7 +95,7 @@ def begun(layouts: tuple[str, ...], base: Path, home: Path):
         losses += steps(session, layout, HALF, 2 * HALF)
         folder = home / f"{layout}-adapter"
         export_adapter(
-            trained_weights(session),
+            session.trained_weights(),
             session.config,
             session.model.config,
             folder,
@@ -159,7 +159,7 @@ def rounded(layouts: tuple[str, ...], base: Path, home: Path):
         steps(session, layout, 0, 1)
         state = {name: value for name, value in session.state().items() if name.startswith("model.")}
         folder = home / f"{layout}-bf16"
-        weights, model = trained_weights(session), session.model.config
+        weights, model = session.trained_weights(), session.model.config
         export_adapter(weights, config, model, folder, home / "tokenizer", None)
         written[layout] = full(state), folder
     return written

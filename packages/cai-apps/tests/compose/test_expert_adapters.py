@@ -28,7 +28,7 @@ from torch import nn
 from cai_apps.applications.language.config import LoRA
 from cai_apps.applications.language.generate import Place, open_model
 from cai_apps.applications.language.model import on_meta
-from cai_apps.applications.language.task import export_adapter, export_hf, trained_weights, workload
+from cai_apps.applications.language.task import export_adapter, export_hf, workload
 from cai_apps.compose.adapter_files import load_adapter
 from cai_apps.compose.apply import apply
 from cai_apps.compose.expert_adapters import file_key, from_file, is_expert_adapter
@@ -96,7 +96,7 @@ def _export(session, directory: Path) -> None:
         train_tokenizer(["a text"], 300).save_pretrained(directory / "tokenizer")
     dist.barrier()
     export_hf(session, directory / "export", directory / "tokenizer")
-    weights, model = trained_weights(session), session.model.config
+    weights, model = session.trained_weights(), session.model.config
     export_adapter(weights, session.config, model, directory / "adapter", directory / "tokenizer", None)
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cai_apps.applications.language.config import LoRA
-from cai_apps.applications.language.task import export_adapter, export_hf, trained_weights, workload
+from cai_apps.applications.language.task import export_adapter, export_hf, workload
 from cai_apps.compose.apply import apply
 from cai_apps.compose.dora import MAGNITUDES, with_lengths
 from cai_apps.compose.lora import is_adapter
@@ -154,7 +154,7 @@ def _export(session, directory: Path) -> None:
     dist.barrier()
     tokenizer = directory / "tokenizer"
     export_hf(session, directory / "export", tokenizer)
-    weights, model = with_lengths(session.model, trained_weights(session)), session.model.config
+    weights, model = with_lengths(session.model, session.trained_weights()), session.model.config
     export_adapter(weights, session.config, model, directory / "adapter", tokenizer, "of the base")
 
 

@@ -252,6 +252,7 @@ def test_forms_that_take_long_hold_up_nobody(server: Server):
 def test_24_000_requests_that_come_and_go_leave_nothing(server: Server):
     """Some are read to their end, some are left after a while, some at once."""
     draw = random.Random(5)
+    server.wait_idle()
     left = [24_000]
     lock = threading.Lock()
 

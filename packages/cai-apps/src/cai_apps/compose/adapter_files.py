@@ -1,8 +1,8 @@
-"""Adapters of a language model in the folders of peft: written from any layout, checked, and read into any other."""
+"""Adapters of a model in the folders of peft: written from any layout, checked, and read into any other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cai_apps.compose.dora import MAGNITUDES, write_lengths
 from cai_apps.compose.expert_adapters import file_key, file_shape, from_file, is_expert_adapter, to_file
-from cai_apps.compose.lora import full_tensors, is_adapter
+from cai_apps.compose.lora import full_tensors, inside, is_adapter
 from cai_apps.config.adapters import BASE_DIGEST, PREFIX, WEIGHTS, Adapter, read_adapter
 from cai_mesh.checkpoint import NewDirectory, load_hf
 from cai_mesh.errors import ConfigError
@@ -142,15 +142,25 @@ def _load_others(model: nn.Module, directory: Path) -> None:
                     view.copy_(value[box.slices()])
 
 
+def nothing_to_merge(run: Path) -> ConfigError:
+    """Return the error of a run without adapters whose adapters are to be merged."""
+    return ConfigError(
+        "there is nothing to merge",
+        got=f"{run}: lora.rank = 0, all weights are trained",
+        fix="leave --merge out",
+    )
+
+
 def save_adapter(
     new: NewDirectory,
     weights: Mapping[str, BoxedTensor],
     model: nn.Module,
     options: LoraConfig,
     digest: str | None,
-    task_type: str = "CAUSAL_LM",
+    task_type: str | None = "CAUSAL_LM",
+    learned: Sequence[str] = (),
 ) -> None:
-    """Write the adapters of a language model as `PeftModel.from_pretrained` of peft reads them. Collective.
+    """Write the adapters of a model as `PeftModel.from_pretrained` of peft reads them. Collective.
 
     Args:
         new: the directory of the files.
@@ -158,13 +168,15 @@ def save_adapter(
         model: the whole model with its adapters, without memory.
         options: their options.
         digest: the digest of the base's weights.
-        task_type: peft's name of the kind of model.
+        task_type: peft's name of the kind of model; None: it has none.
+        learned: names of modules that are trained whole, where they have others inside.
     """
     from safetensors.torch import save_file
 
     names = names_in_file(model)
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     modules = {alias.rpartition(".")[0] for name in names if not is_adapter(name) for alias in names[name]}
+    modules = {next((outer for outer in learned if inside(name, (outer,))), name) for name in modules}
     options.modules_to_save = sorted(modules) or None
     options.ensure_weight_tying = any(len(aliases) > 1 for aliases in names.values())
     options.fan_in_fan_out = any(getattr(layer, "fan_in_fan_out", False) for layer in layers)

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cai_apps.compose import models
+from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.dora import BASE, is_linear, no_rows, scale_merged, scale_rows
 from cai_apps.compose.expert_adapters import (
     adapted_layers,
@@ -170,6 +172,42 @@ def learned_modules(model: nn.Module, ends: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in chosen if not inside(name, chosen - {name})))
 
 
+def targets_of(model: nn.Module, lora: LoRA, learned: Sequence[str]) -> tuple[str, ...]:
+    """Return the layers with adapters: those that are asked for, or the linear layers of the blocks.
+
+    Args:
+        model: the model without adapters.
+        lora: options of the adapters, whose `targets` are names or ends of names.
+        learned: names of modules that are trained whole, of `learned_modules`.
+
+    Raises:
+        ConfigError: there are none, or one of them is to be trained whole.
+    """
+    named = dict(model.named_modules())
+    if lora.targets:
+        for target in lora.targets:
+            if twice := [name for name in matching(named, target) if inside(name, learned)]:
+                raise ConfigError(
+                    "a layer has an adapter and is trained whole",
+                    got=f"{twice[0]}, of lora.targets and of what is trained whole",
+                    fix="leave it out of lora.targets, or of lora.modules_to_save",
+                )
+        return lora.targets
+    in_blocks = {id(module) for block in blocks_of(model) for module in block.modules()}
+    names = [
+        name
+        for name, module in named.items()
+        if id(module) in in_blocks and is_linear(module) and not inside(name, learned)
+    ]
+    if not names:
+        raise ConfigError(
+            "the blocks of this model have no linear layers that could have an adapter",
+            got=type(model).__name__,
+            fix="name layers as lora.targets, or train all weights (lora.rank = 0)",
+        )
+    return tuple(names)
+
+
 def inside(name: str, modules: Iterable[str]) -> bool:
     """Return whether a module or parameter of that name is one of the modules, or in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
@@ -216,6 +254,20 @@ def initialize(module: nn.Module, name: str) -> None:
             nn.init.zeros_(param)
     elif hasattr(module, "reset_parameters"):
         module.reset_parameters()  # type: ignore[operator]
+
+
+def initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return what fills a module of a model: as transformers does, adapters as peft does."""
+    named = {module: name for name, module in model.named_modules()}
+    plain = models.initializer(model)
+
+    def fill(module: nn.Module) -> None:
+        if is_adapter(f"{named[module]}."):
+            initialize(module, named[module])
+        else:
+            plain(module)
+
+    return fill
 
 
 def is_adapter(name: str) -> bool:

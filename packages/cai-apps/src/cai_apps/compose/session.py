@@ -23,7 +23,7 @@ from cai_apps.compose.workload import Batch, Score, Workload, own_part
 from cai_apps.config.sections import RunConfig
 from cai_mesh import rng
 from cai_mesh.comm import ParallelMesh, all_reduce, coordinate, group
-from cai_mesh.layout import canonical_name
+from cai_mesh.layout import BoxedTensor, canonical_name
 from cai_pipeline import PipelineRunner
 from cai_tensor_parallel import whole_rows
 from cai_zero import LossScale, SampleClip
@@ -105,6 +105,11 @@ class Session:
     def scores(self, microbatches: Sequence[Batch], score: Score) -> list[Tensor]:
         """Return what a function says of each microbatch, in evaluation mode; on the last stage alone. Collective."""
         return scores(self.runner, self.workload, self.loss.loss, microbatches, score)
+
+    def trained_weights(self) -> dict[str, BoxedTensor]:
+        """Return what is trained, in master precision, by name; more where there are no masters apart."""
+        masters = self.weights.masters()
+        return BoxedTensor.of_model(self.model) if masters is None else masters
 
     def norm(self) -> Tensor:
         """Return the norm of the step's gradients over the whole model, before clipping: a scalar. Collective."""

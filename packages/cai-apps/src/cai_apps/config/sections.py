@@ -242,12 +242,12 @@ class LoRA:
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), so that a large rank learns as fast."""
     targets: tuple[str, ...] = ()
-    """Layers with an adapter, by their names or the ends of them; empty: of a language model all linear layers of its
-    blocks, of a diffusion model the projections of attention."""
+    """Layers with an adapter, by their names or the ends of them; empty: of a diffusion model the projections of
+    attention, of any other all linear layers of its blocks."""
     dropout: Annotated[float, PART] = 0.0
     """Part of its inputs that an adapter drops in training."""
     dora: bool = False
-    """Learn the length of each row of a layer as well (DoRA, arXiv:2402.09353), of linear layers of language models."""
+    """Learn the length of each row of a linear layer as well (DoRA, arXiv:2402.09353); not of diffusion models."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from classification_toys import CLASSES, records
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from small_runs import cai
 from small_runs import records as metrics
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, pipeline
@@ -69,6 +71,35 @@ def test_texts_are_classified_and_pipelines_open_the_export(texts):
     assert (directory / "export" / "tokenizer.json").is_file()
     done = cai("report", directory)
     assert done.returncode == 0, done.stderr
+
+
+def test_adapters_beside_a_model_of_ones_own_classes(texts, home):
+    """Trained, gone on with, exported as a folder of peft and merged, where a base that was changed is refused."""
+    pytest.importorskip("peft")
+    base, data = home / "base", home / "texts.jsonl"
+    shutil.copytree(texts[0] / "export", base)
+    options = {"model__name": base, "model__weights": "pretrained", "lora__rank": 4, "data__source": data}
+    printed = trained("bert-tiny", home / "lora", home / "cache", **options, train__steps=20)
+    assert "with num_labels=3" in printed and "begins anew" not in printed
+    assert (home / "lora" / "export" / "adapter_model.safetensors").is_file()
+    done = run("bert-tiny", home / "lora", home / "cache", **options, train__steps=30)
+    assert done.returncode == 0, done.stderr
+    assert "step 30/30" in done.stdout and "step 10/30" not in done.stdout
+    for flags, name in ((), "adapter_model.safetensors"), (("--merge",), "model.safetensors"):
+        place = home / f"lora-{len(flags)}"
+        done = cai("export", home / "lora", place, *flags)
+        assert done.returncode == 0, done.stderr
+        assert (place / name).is_file() and (place / "tokenizer.json").is_file()
+    classify = pipeline("text-classification", str(home / "lora-1"))
+    assert classify("sun beach sand sun beach sand")[0]["label"] == "warm"
+    done = cai("export", texts[0], home / "nothing", "--merge")
+    assert done.returncode and "there is nothing to merge" in done.stderr
+    weights = load_file(base / "model.safetensors")
+    save_file(
+        {name: value + 1e-3 for name, value in weights.items()}, base / "model.safetensors", {"format": "pt"}
+    )
+    done = cai("export", home / "lora", home / "other", "--merge")
+    assert done.returncode and "beside another base" in done.stderr
 
 
 def test_a_checkpoint_is_exported(texts, home):

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
-from classification_toys import CLASSES, KINDS, STEPS, batch, config_of, saved, twin
-from layouts import BATCH, Case, full, parameters_of, rate
+from classification_toys import KINDS, LAYOUTS, opened, saved, trained_session, twin
+from layouts import full, parameters_of
 
-from cai_apps.applications.classification.model import config_for, kind_of, pretrained
-from cai_apps.applications.classification.workload import workload
-from cai_apps.compose.apply import apply
-from cai_mesh.comm import DATA_AXES, all_reduce, degree, group, index
 from cai_mesh.testing import assert_same_as_one_device, run_ranks
 
-LAYOUTS = {
-    "one": Case(),
-    "one-recompute": Case(recompute="full"),
-    "one-compiled": Case(compile="on"),
-    "one-kernels": Case(kernels="on"),
-    "data2-zero2": Case(data=2, zero=2),
-    "data2-zero3": Case(data=2, zero=3),
-    "tensor2": Case(tensor=2),
-    "pipeline2": Case(pipeline=2),
-    "data2-tensor2": Case(data=2, tensor=2, zero=3),
-    "tensor2-pipeline2": Case(tensor=2, pipeline=2),
-}
 TOGETHER = {
     1: [("one", kind) for kind in KINDS],
     2: [
@@ -45,26 +28,7 @@ def trained(cases, directories):
 
 
 def _trained(layout, kind, directory):
-    config = config_of(directory, LAYOUTS[layout])
-    model = config_for(str(directory), CLASSES)
-    what = kind_of(model, kind)
-    names = tuple(name for name in batch(kind, 0) if name != "labels")
-    fill = pretrained(str(directory), directory, model, what)
-    session = apply(config, workload(config, model, what, names, fill), device=torch.device("cpu"))
-    share = BATCH // degree(session.mesh, DATA_AXES)
-    first, losses = index(session.mesh, DATA_AXES) * share, []
-    for step in range(STEPS):
-        rows = {name: value[first : first + share] for name, value in batch(kind, step).items()}
-        if "pixel_values" in rows:
-            rows["pixel_values"] = rows["pixel_values"].double()
-        pieces = {name: value.split(config.train.microbatch_size) for name, value in rows.items()}
-        microbatches = [
-            dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)
-        ]
-        loss = session.step(microbatches, total=float(BATCH)).clone()
-        session.update(rate(step), float(session.norm()))
-        all_reduce(loss, group(session.mesh, DATA_AXES))
-        losses.append(float(loss))
+    session, _, losses = trained_session(layout, kind, directory)
     last = {name: value.clone() for name, value in full(parameters_of(session)).items()}
     return (losses, last) if dist.get_rank() == 0 else None
 
@@ -77,7 +41,7 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(directories):
-    return {kind: twin(kind, directories[kind]) for kind in KINDS}
+    return {kind: twin(kind, opened(kind, directories[kind])) for kind in KINDS}
 
 
 def assert_equal(world, cases, directories, plain):

@@ -14,10 +14,11 @@ from cai_apps.applications.alignment.config import Config
 from cai_apps.applications.alignment.objective import Objective, measures_of
 from cai_apps.applications.alignment.reference import KL, ROWS, Comparison
 from cai_apps.applications.language.base import weights_directory
-from cai_apps.applications.language.model import Maker, build, call_options, initializer
+from cai_apps.applications.language.model import Maker, build, call_options
 from cai_apps.applications.language.noise import KEYS
 from cai_apps.applications.language.task import own_tokens
 from cai_apps.applications.language.weights import pretrained, quantized_base
+from cai_apps.compose.lora import initializer
 from cai_apps.compose.losses import IGNORED
 from cai_apps.compose.models import causal_model, load_model_config
 from cai_apps.compose.positions import PositionsKnown

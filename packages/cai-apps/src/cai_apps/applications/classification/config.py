@@ -52,3 +52,4 @@ class Config(sections.RunConfig):
     application: Literal["classification"] = "classification"
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    lora: sections.LoRA = field(default_factory=sections.LoRA)

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from cai_apps.compose.lora import add_adapters, plain_name, targets_of
 from cai_apps.compose.models import load_model_config, without_values
 from cai_apps.compose.published_names import present_tensors
 from cai_mesh.checkpoint import load_hf
 from cai_mesh.errors import CheckpointError, ConfigError
+from cai_mesh.files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from cai_apps.config.sections import LoRA
 
 Kind = Literal["texts", "pictures"]
 POOLER = ".pooler."
@@ -115,6 +119,66 @@ def on_meta(config: PretrainedConfig, kind: Kind) -> PreTrainedModel:
         return build(config, kind)
 
 
+def with_adapters(
+    config: PretrainedConfig, kind: Kind, lora: LoRA, directory: Path | None
+) -> PreTrainedModel:
+    """Return the model of a config with what is asked for of adapters, on the device of the context.
+
+    Args:
+        config: the config of the model.
+        kind: texts or pictures.
+        lora: options of the adapters.
+        directory: the directory of the pretrained weights; None where there are no adapters.
+
+    Raises:
+        ConfigError: adapters are asked for beside layers that can have none; or the model keeps statistics of batches.
+    """
+    model = build(config, kind)
+    if lora.rank:
+        assert directory is not None, "adapters stand beside pretrained weights"
+        _check_no_statistics(model)
+        learned = learned_beside(model, directory)
+        add_adapters(model, lora, targets_of(model, lora, learned), learned)
+    return model
+
+
+def learned_beside(model: PreTrainedModel, directory: Path) -> tuple[str, ...]:
+    """Return the names of the modules that learn whole beside adapters: the head, and a pooler that the files lack.
+
+    What the files lack begins at random: it would be lost with a run's end if it did not learn.
+
+    Args:
+        model: the model without adapters.
+        directory: the directory of the pretrained weights.
+    """
+    base = model.base_model_prefix
+    heads = [
+        name
+        for name, child in model.named_children()
+        if name != base and next(child.parameters(), None) is not None
+    ]
+    if any(POOLER in f".{name}" for name in weight_files(directory).tensors):
+        return tuple(heads)
+    poolers = [
+        name
+        for name, module in model.named_modules()
+        if name.endswith(POOLER[:-1]) and next(module.parameters(), None) is not None
+    ]
+    return (*poolers, *heads)
+
+
+def _check_no_statistics(model: nn.Module) -> None:
+    """Raise ConfigError for a model whose frozen layers would go on to learn means and variances of batches."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ConfigError(
+                "adapters beside a base that keeps means and variances of batches",
+                got=f"{name}, a {type(module).__name__} of {type(model).__name__}",
+                cause="they would go on to change, and no folder of adapters has them",
+                fix="train all weights (lora.rank = 0), or take a model without such layers",
+            )
+
+
 def pretrained(
     name: str, directory: Path, config: PretrainedConfig, kind: Kind
 ) -> Callable[[nn.Module], None]:
@@ -136,17 +200,14 @@ def pretrained(
         plain: Any = on_meta(config, kind)
         inner = f"{plain.base_model_prefix}."
         heads = {parameter for parameter, _ in plain.named_parameters() if not parameter.startswith(inner)}
+        new = frozenset() if same_classes else heads
+
+        def stored_name(parameter: str) -> str | None:
+            name = plain_name(parameter)
+            return None if name in new else name
+
         tensors = partial(present_tensors, plain)
-        if same_classes:
-            absent = load_hf(model, directory, tensors=tensors, strict=False)
-        else:
-            absent = load_hf(
-                model,
-                directory,
-                names=lambda parameter: None if parameter in heads else parameter,
-                tensors=tensors,
-                strict=False,
-            )
+        absent = load_hf(model, directory, names=stored_name, tensors=tensors, strict=False)
         missing = [parameter for parameter in absent if parameter not in heads and POOLER not in parameter]
         if missing:
             raise CheckpointError(

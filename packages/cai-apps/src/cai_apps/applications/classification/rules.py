@@ -18,6 +18,7 @@ def check_settings(config: Config) -> None:
     """Raise ConfigError for settings that a classification does not have."""
     data, tensor = config.data, config.parallel.tensor
     check_validation(config, 1.0 if data.validation_source is not None else data.validation_fraction)
+    validation.check_adapters(config, config.lora, weights=config.model.weights)
     validation.refuse_context(config, "whole texts or pictures, each with one class")
     if data.second_text is not None and data.second_text in (data.text, data.label):
         raise ConfigError(

@@ -12,12 +12,18 @@ import numpy as np
 from torch import Tensor
 
 from cai_apps.applications.classification.config import DIGITS, Config
-from cai_apps.applications.classification.export import FACTS, TOKENIZER, model_config, write_model
+from cai_apps.applications.classification.export import (
+    FACTS,
+    TOKENIZER,
+    base_digest,
+    model_config,
+    write_adapter,
+    write_model,
+)
 from cai_apps.applications.classification.model import (
     is_new_head,
     kind_of,
     longest_of,
-    on_meta,
     own_classes,
     pretrained,
     side_of,
@@ -26,8 +32,9 @@ from cai_apps.applications.classification.pictures import Normalization, Picture
 from cai_apps.applications.classification.rules import check_settings
 from cai_apps.applications.classification.texts import Texts, load_tokenizer, prepare_texts
 from cai_apps.applications.classification.workload import LABELS, workload
+from cai_apps.compose.lora import need_peft
 from cai_apps.compose.models import load_model_config, pretrained_directory
-from cai_apps.compose.workload import Workload
+from cai_apps.compose.workload import Workload, on_meta
 from cai_apps.config import validation
 from cai_apps.data.batches import count_present, mark
 from cai_apps.data.images import left_out
@@ -92,6 +99,9 @@ class ClassificationTask:
 
     def prepare(self, config: Config, before: RunDirectory | None = None) -> Texts | Pictures:
         name, model = config.model.name, load_model_config(config.model.name)
+        if config.lora.rank:
+            need_peft()
+            on_meta(workload(config, model, kind_of(model, name)))  # refuses what has no place in the model
         former = own_classes(model, config.model.weights)
         is_trained = config.model.weights == "pretrained"
         if kind_of(model, name) == "pictures":
@@ -118,7 +128,7 @@ class ClassificationTask:
         return Origin(meanings, prepared.content, f"{sum(prepared.sizes.values()):,} samples")
 
     def base(self, config: Config) -> str | None:
-        return None
+        return base_digest(config)
 
     def announce(self, config: Config, prepared: Texts | Pictures) -> str:
         training, held_out = split(config, prepared)
@@ -153,10 +163,11 @@ class ClassificationTask:
         fill = None
         if config.model.weights == "pretrained":
             fill = pretrained(config.model.name, pretrained_directory(config.model.name), model, kind)
-        flops = model_flops(on_meta(model, kind), model)
+        plain = workload(config, model, kind, getattr(prepared, "names", ()), fill)
+        flops = model_flops(on_meta(plain), model)  # type: ignore[arg-type]
         training, held_out = split(config, prepared)
         return Work(
-            workload(config, model, kind, getattr(prepared, "names", ()), fill),
+            plain,
             training,
             held_out,
             count=lambda batch: count_present(batch, len(batch[LABELS])),
@@ -167,11 +178,24 @@ class ClassificationTask:
         )
 
     def export(self, session: Session, job: Job) -> None:
-        write_model(session, job.run, job.run.export)
+        if job.config.lora.rank:
+            write_adapter(session, job.run, job.run.export, job.base)
+        else:
+            write_model(session, job.run, job.run.export)
 
     def finish(self, job: Job) -> None:
         show_outcome(job.run, job.config)
         name = "text" if isinstance(job.prepared, Texts) else "image"
+        if job.config.lora.rank:
+            count = len(job.prepared.classes)
+            opened = (
+                f"for AutoPeftModelForSequenceClassification with num_labels={count}"
+                if name == "text"
+                else "of peft"
+            )
+            print(f"adapter        {job.run.export}, {opened}")
+            print("               cai export RUN DIR --merge writes the whole model")
+            return
         print(f"HF export      {job.run.export}")
         opened = f'pipeline("{name}-classification", {str(job.run.export)!r})'
         print(

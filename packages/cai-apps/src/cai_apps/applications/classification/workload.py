@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cai_apps.applications.classification.config import Config
-from cai_apps.applications.classification.model import Kind, build, side_of
-from cai_apps.compose import models
+from cai_apps.applications.classification.model import Kind, side_of, with_adapters
+from cai_apps.compose.lora import initializer
+from cai_apps.compose.models import pretrained_directory
 from cai_apps.compose.workload import Batch, Workload
 from cai_apps.data.batches import PRESENT
 
@@ -59,16 +60,18 @@ def workload(
         names: the arrays that it reads of a text, beside labels; none: ids and the mask of those that are there.
         pretrained: a function that fills the model from files; None: initial values stay.
     """
+    directory = pretrained_directory(config.model.name) if config.lora.rank else None
     return Workload(
-        build=partial(build, model, kind),
+        build=partial(with_adapters, model, kind, config.lora, directory),
         inputs=lambda batch: {name: value for name, value in batch.items() if name not in (LABELS, PRESENT)},
         target=lambda batch: {name: batch[name] for name in (LABELS, PRESENT) if name in batch},
         loss=lambda model, mesh: ClassLoss(),
         correct=lambda loss, output, target: loss.correct(output, target),
         predicted=lambda loss, output: loss.predicted(output),
         example=partial(_example, config, model, kind, names),
-        initializer=models.initializer,
+        initializer=initializer,
         pretrained=pretrained,
+        has_base=bool(config.lora.rank),
         logits="whole",
     )
 

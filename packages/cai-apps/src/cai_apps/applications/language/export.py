@@ -15,6 +15,7 @@ from cai_apps.applications.language.task import (
     base_digest,
     tokenizer_directory,
 )
+from cai_apps.compose.adapter_files import nothing_to_merge
 from cai_apps.compose.apply import apply
 from cai_apps.compose.models import model_config_for
 from cai_apps.compose.weights import MODEL
@@ -25,7 +26,6 @@ from cai_apps.run.files.finding import find_run
 from cai_apps.run.files.origin import ORIGIN, Origin, check_base
 from cai_apps.run.launch.rank import start_rank
 from cai_mesh import checkpoint
-from cai_mesh.errors import ConfigError
 from cai_mesh.layout import BoxedTensor
 
 
@@ -49,11 +49,7 @@ def export(path: Path, directory: Path, *, merge: bool = False, task: LanguageTa
     if merge or not config.lora.rank:
         config = task.resolve(config, 1)
     if merge and not config.lora.rank:
-        raise ConfigError(
-            "there is nothing to merge",
-            got=f"{run.path}: lora.rank = 0, all weights are trained",
-            fix="leave --merge out",
-        )
+        raise nothing_to_merge(run.path)
     tokenizer = tokenizer_directory(run)
     model = model_config_for(config.model.name, load_tokenizer(tokenizer))
     device = start_rank("cpu")

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from cai_apps import applications
-from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import check_adapter, check_trained_beside, load_adapter
 from cai_apps.compose.expert_adapters import let_adapters_compute
-from cai_apps.compose.lora import add_adapters, is_adapter, learned_modules, need_peft
+from cai_apps.compose.lora import add_adapters, initializer, is_adapter, learned_modules, need_peft
 from cai_apps.compose.materialize import materialize
 from cai_apps.compose.models import load_model_config, meta_model, pretrained_directory
 from cai_apps.compose.pretrained import check_causal, check_room, open_pretrained

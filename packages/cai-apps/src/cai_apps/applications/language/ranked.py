@@ -9,12 +9,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cai_apps.applications.language.generate import Place, put_adapter
-from cai_apps.applications.language.model import initializer
 from cai_apps.applications.language.weights import reader
 from cai_apps.compose.adapter_files import load_adapter
 from cai_apps.compose.expert_adapters import check_tensor_ranks, let_adapters_compute
 from cai_apps.compose.experts_form import let_experts_compute
-from cai_apps.compose.lora import is_adapter, need_peft
+from cai_apps.compose.lora import initializer, is_adapter, need_peft
 from cai_apps.compose.materialize import materialize
 from cai_apps.compose.models import load_model_config, meta_model
 from cai_apps.compose.pretrained import check_causal, check_room

@@ -20,9 +20,7 @@ from cai_apps.applications.language.model import (
     Maker,
     build,
     call_options,
-    initializer,
     on_meta,
-    targets,
 )
 from cai_apps.applications.language.noise import KEYS, NoisySamples
 from cai_apps.applications.language.prompts import Prompts, ids_of
@@ -34,7 +32,15 @@ from cai_apps.compose.conversions import saved_tensors
 from cai_apps.compose.documents import check_keeps_documents_apart
 from cai_apps.compose.dora import with_lengths
 from cai_apps.compose.expert_adapters import ends_of, expert_parameters, without_experts
-from cai_apps.compose.lora import merged, need_peft, peft_options, plain_name
+from cai_apps.compose.lora import (
+    initializer,
+    learned_modules,
+    merged,
+    need_peft,
+    peft_options,
+    plain_name,
+    targets_of,
+)
 from cai_apps.compose.losses import NextTokenLoss
 from cai_apps.compose.models import (
     causal_model,
@@ -254,7 +260,7 @@ class LanguageTask:
         tokenizer = tokenizer_directory(job.run)
         if job.config.lora.rank:
             model: Any = session.model
-            weights = with_lengths(model, trained_weights(session))
+            weights = with_lengths(model, session.trained_weights())
             self.write_adapter(weights, job.config, model.config, job.run.export, tokenizer, job.base)
         else:
             self.write_model(session, job.run.export, tokenizer)
@@ -373,7 +379,7 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     config: Any = session.config
     plain, weights = meta_model(model.config), session.weights.masters()
     if config.lora.rank:
-        weights = merged(model, trained_weights(session), config.lora)
+        weights = merged(model, session.trained_weights(), config.lora)
     tensors, scales = partial(saved_tensors, plain), scales_of(model)
 
     def names(name: str) -> str | None:
@@ -383,12 +389,6 @@ def export_hf(session: Session, directory: Path, tokenizer: Path) -> None:
     if dist.get_rank() == 0:
         load_tokenizer(tokenizer).save_pretrained(directory)
     dist.barrier()
-
-
-def trained_weights(session: Session) -> dict[str, BoxedTensor]:
-    """Return what a session trains, in master precision, by name; more where it has no masters apart."""
-    weights = session.weights.masters()
-    return BoxedTensor.of_model(session.model) if weights is None else weights
 
 
 def export_adapter(
@@ -418,7 +418,8 @@ def export_adapter(
     """
     with torch.device("meta"):
         plain = make(model)
-    chosen = targets(plain, config)
+    learned = learned_modules(plain, config.lora.modules_to_save)
+    chosen = targets_of(plain, config.lora, learned)
     parameters = ends_of(expert_parameters(plain, chosen), chosen)
     options = peft_options(config.lora, without_experts(plain, chosen), parameters)
     options.base_model_name_or_path = base_name(config)

@@ -1,4 +1,4 @@
-"""cai export RUN_DIR|CHECKPOINT DIR, of a run that classifies"""
+"""cai export RUN_DIR|CHECKPOINT DIR [--merge], of a run that classifies"""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from cai_mesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a checkpoint's weights as an HF directory, which transformers' pipelines open."""
+    """Write a checkpoint's weights as an HF directory; of a run with adapters, the adapters as a folder of peft."""
 
     source: Annotated[Path, tyro.conf.Positional]
     """Run directory (its newest checkpoint) or one of its checkpoints."""
     directory: Annotated[Path, tyro.conf.Positional]
     """The directory to write."""
+    merge: bool = False
+    """Write the whole model of a run with adapters as an HF directory, with the adapters in its weights."""
 
 
 def run(arguments: list[str]) -> int:
@@ -31,5 +33,5 @@ def run(arguments: list[str]) -> int:
         )
     from cai_apps.applications.classification.export import export
 
-    print(export(options.source, options.directory))
+    print(export(options.source, options.directory, merge=options.merge))
     return 0
