@@ -154,6 +154,7 @@ LINES = {
     "tensor-and-zero": ("largest difference of a loss", "loss of the next batch"),
     "two-machines": ("ZeRO-2, 4 cpu ranks", "resumed from", "report.html"),
     "classify": (
+        "of 200 samples are right",
         "argparse -",
         "logging -",
         "10 classes",

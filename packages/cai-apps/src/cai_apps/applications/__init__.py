@@ -7,6 +7,7 @@ application imports the rooms (compose, run, data, planner, report), never anoth
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,4 +99,17 @@ def of_directory(directory: Path) -> str:
     config = directory / "config.toml"
     if config.is_file():
         return str(parse(config).get("application", DEFAULT))
-    return "diffusion" if (directory / "model_index.json").is_file() else DEFAULT
+    if (directory / "model_index.json").is_file():
+        return "diffusion"
+    return "classification" if _classifies(directory / "config.json") else DEFAULT
+
+
+def _classifies(config: Path) -> bool:
+    """Whether the config of a model of transformers is of one with classes; a reward model has one number."""
+    try:
+        table = json.loads(config.read_text(encoding="utf-8"))
+        kinds = [str(name) for name in table["architectures"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    ends = ("ForSequenceClassification", "ForImageClassification")
+    return any(kind.endswith(ends) for kind in kinds) and len(table.get("id2label") or (0, 1)) > 1

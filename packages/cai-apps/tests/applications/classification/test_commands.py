@@ -73,6 +73,42 @@ def test_texts_are_classified_and_pipelines_open_the_export(texts):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_model_is_evaluated_as_scikit_learn_and_pipelines_say(texts, home, tmp_path):
+    from sklearn.metrics import accuracy_score, confusion_matrix, precision_recall_fscore_support
+
+    directory, _ = texts
+    lines = [json.loads(line) for line in records(tmp_path / "all.jsonl", 30).read_text().splitlines()]
+    for number in (0, 7, 8):  # these are wrong on purpose
+        lines[number]["label"] = "mild" if lines[number]["label"] != "mild" else "warm"
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--data", tmp_path / "all.jsonl", "--batch", 7, "--output", tmp_path / "said.jsonl")
+    done = cai("evaluate", directory, *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    facts, labels = json.loads(done.stdout), [line["label"] for line in lines]
+    classify = pipeline("text-classification", str(directory / "export"))
+    answers = classify([line["text"] for line in lines])
+    predicted = [answer["label"] for answer in answers]
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    assert [(line["label"], line["predicted"]) for line in said] == list(zip(labels, predicted, strict=True))
+    assert [line["probability"] for line in said] == pytest.approx([a["score"] for a in answers], abs=1e-4)
+    assert facts["accuracy"] == pytest.approx(accuracy_score(labels, predicted)) and facts["accuracy"] < 1
+    assert facts["confusion"] == confusion_matrix(labels, predicted, labels=CLASSES).tolist()
+    expected = precision_recall_fscore_support(labels, predicted, labels=CLASSES, zero_division=0)
+    got = [
+        [facts["classes"][name][key] for name in CLASSES] for key in ("precision", "recall", "f1", "samples")
+    ]
+    np.testing.assert_allclose(got, expected)
+    assert facts["macro_f1"] == pytest.approx(np.mean(expected[2]))
+    printed = cai("evaluate", directory / "export", "--data", tmp_path / "all.jsonl", "--limit", 9).stdout
+    assert "of 9 samples are right" in printed and "taken for" in printed
+    done = cai("evaluate", directory, "--data", tmp_path / "all.jsonl", "--label", "lable")
+    assert done.returncode and "has no 'lable'" in done.stderr
+    lines[4]["label"] = "hot"
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = cai("evaluate", directory, "--data", tmp_path / "all.jsonl")
+    assert done.returncode and "none of those that are trained" in done.stderr
+
+
 def test_adapters_beside_a_model_of_ones_own_classes(texts, home):
     """Trained, gone on with, exported as a folder of peft and merged, where a base that was changed is refused."""
     pytest.importorskip("peft")
@@ -82,6 +118,8 @@ def test_adapters_beside_a_model_of_ones_own_classes(texts, home):
     printed = trained("bert-tiny", home / "lora", home / "cache", **options, train__steps=20)
     assert "with num_labels=3" in printed and "begins anew" not in printed
     assert (home / "lora" / "export" / "adapter_model.safetensors").is_file()
+    done = cai("evaluate", home / "lora", "--data", data)
+    assert done.returncode and "--merge" in done.stderr
     done = run("bert-tiny", home / "lora", home / "cache", **options, train__steps=30)
     assert done.returncode == 0, done.stderr
     assert "step 30/30" in done.stdout and "step 10/30" not in done.stdout
@@ -214,6 +252,11 @@ def test_pictures_of_a_folder(home):
     with torch.no_grad():
         logits = model(pixel_values=((pixels - mean) / std)[None]).logits
     assert model.config.id2label[int(logits.argmax())] == "light"
+    done = cai("evaluate", export, "--data", home / "pictures", "--output", home / "said.jsonl", "--json")
+    assert json.loads(done.stdout)["confusion"] == [[20, 0], [0, 20]], done.stderr
+    said = [json.loads(line) for line in (home / "said.jsonl").read_text().splitlines()]
+    same = next(line for line in said if line["sample"] == str(home / "pictures" / "light" / "3.png"))
+    assert same["probability"] == pytest.approx(float(logits.softmax(-1).max()), abs=0.05)  # it was cropped
 
 
 def test_a_plan_says_what_it_needs():

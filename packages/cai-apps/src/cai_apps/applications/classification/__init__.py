@@ -47,6 +47,10 @@ APPLICATION = Application(
     _report,
     memory=LOOP.memory,
     commands={
+        "evaluate": (
+            "classify samples: accuracy, and each class's precision and recall",
+            "cai_apps.applications.classification.commands.evaluate",
+        ),
         "export": (
             "write a checkpoint's weights as an HF directory",
             "cai_apps.applications.classification.commands.export",

@@ -112,9 +112,9 @@ def prepare_pictures(
     Raises:
         DataError: there are no pictures, one is in no class, or the classes of validation are others.
     """
-    sources = {"training": _source(data.source, side)}
+    sources = {"training": source_of(data.source, side)}
     if data.validation_source is not None:
-        sources["validation"] = _source(data.validation_source, side)
+        sources["validation"] = source_of(data.validation_source, side)
     classes = classes_of(sources["training"].labels, former)
     for part, source in sources.items():
         for name in source.labels:
@@ -123,7 +123,12 @@ def prepare_pictures(
     return Pictures(sources, classes, normalization, content)
 
 
-def _source(name: str, side: int) -> Digits | Folder:
+def source_of(name: str, side: int) -> Digits | Folder:
+    """Return the pictures of a source.
+
+    Raises:
+        DataError: there are none, or one is in no class.
+    """
     if name == DIGITS:
         return Digits(side)
     folder = Folder.of(Path(name).expanduser(), side, "")

@@ -161,7 +161,7 @@ def _write(
         size = 0
         texts = records.labelled_texts(data, source)
         while some := list(itertools.islice(texts, AT_ONCE)):
-            rows = _encoded(tokenizer, some, data.sequence_length)
+            rows = encoded(tokenizer, some, data.sequence_length)
             check_ids(rows["input_ids"], vocab_size)
             names = tuple(rows)
             rows[LABELS] = np.array([number_of(text.label, classes, source) for text in some], np.int32)
@@ -176,7 +176,7 @@ def _write(
     (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _encoded(
+def encoded(
     tokenizer: PreTrainedTokenizerFast, texts: list[records.Labelled], length: int
 ) -> dict[str, np.ndarray]:
     """Return what a model reads of texts, int32 [texts, length] each."""
