@@ -70,23 +70,37 @@ def open_pretrained(directory: Path, device: torch.device | None = None) -> Any:
     check_causal(directory)
     if device is not None and device.type == "cuda":
         check_room(directory, torch.cuda.mem_get_info(device)[0])
+    model = opened(AutoModelForCausalLM, directory, "causal language model")
+    let_experts_compute(model, model.dtype)
+    return model.to(device).eval()
+
+
+def opened(make: Any, directory: Path, kind: str) -> Any:
+    """Return the model that a class of transformers reads from a directory.
+
+    Args:
+        make: the class, such as AutoModelForCausalLM.
+        directory: a directory of Hugging Face with config and weights in safetensors.
+        kind: the name of such a model in errors.
+
+    Raises:
+        CheckpointError: the weights cannot be read, are those of another model, or some are missing.
+    """
     try:
-        opened: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = make.from_pretrained(
             directory, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"{directory} holds no causal language model, or the weights of another one",
+            f"{directory} holds no {kind}, or the weights of another one",
             cause=(str(error).splitlines() or [""])[0],
             fix="check that config.json is the one these weights were made with",
         ) from None
-    model, report = opened
-    let_experts_compute(model, model.dtype)
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"{directory} lacks weights of its model",
             got=", ".join(missing[:5]),
             cause="they would be random numbers",
-            fix="export or download it again",
+            fix="export or download it again, or train what is missing first",
         )
-    return model.to(device).eval()
+    return model

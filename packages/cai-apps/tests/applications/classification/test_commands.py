@@ -109,6 +109,62 @@ def test_a_model_is_evaluated_as_scikit_learn_and_pipelines_say(texts, home, tmp
     assert done.returncode and "none of those that are trained" in done.stderr
 
 
+def test_samples_are_read_as_the_run_has_read_them(home, tmp_path):
+    """A second text, fields and length are the run's, where nobody names others."""
+    data = tmp_path / "pairs.jsonl"
+    rows = [
+        {"one": f"{word} ", "two": other, "same": str(word == other)}
+        for word in ("snow", "sun", "rain")
+        for other in ("snow", "sun", "rain")
+    ] * 6
+    data.write_text("\n".join(map(json.dumps, rows)))
+    fields = {"data__text": "one", "data__second_text": "two", "data__label": "same", "data__source": data}
+    trained("bert-tiny", tmp_path / "run", home / "cache", **fields, train__steps=10, train__validate_every=0)
+    done = cai("evaluate", tmp_path / "run", "--data", data, "--output", tmp_path / "said.jsonl")
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line)["probability"] for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    classify = pipeline("text-classification", str(tmp_path / "run" / "export"))
+    pairs = classify([{"text": row["one"], "text_pair": row["two"]} for row in rows])
+    assert said == pytest.approx([answer["score"] for answer in pairs], abs=2e-6)
+    alone = classify([row["one"] for row in rows])
+    assert said != pytest.approx([answer["score"] for answer in alone], abs=2e-6)
+    done = cai("evaluate", tmp_path / "run", "--data", data, "--output", tmp_path / "said.jsonl")
+    assert done.returncode and "is there already" in done.stderr
+
+
+def test_published_models_are_evaluated_or_refused(texts, tmp_path):
+    """One whose config names no token that fills texts up; one without a head; one whose weights are cut off."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+    data, export = records(tmp_path / "texts.jsonl", 12), texts[0] / "export"
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    names = dict(enumerate(CLASSES))
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=len(tokenizer) + 50, id2label=names)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    done = cai("evaluate", tmp_path / "gpt2", "--data", data, "--json")
+    assert json.loads(done.stdout)["samples"] == 12, done.stderr
+    shutil.copytree(export, tmp_path / "masked")
+    (tmp_path / "masked" / "model.safetensors").unlink()
+    save_file(
+        {
+            name: value
+            for name, value in load_file(export / "model.safetensors").items()
+            if "classifier" not in name
+        },
+        tmp_path / "masked" / "model.safetensors",
+        {"format": "pt"},
+    )
+    done = cai("evaluate", tmp_path / "masked", "--data", data)
+    assert done.returncode and "lacks weights of its model" in done.stderr, done.stdout
+    weights = (export / "model.safetensors").read_bytes()
+    (tmp_path / "masked" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    done = cai("evaluate", tmp_path / "masked", "--data", data)
+    assert done.returncode and "a fault of cai" not in done.stderr and "model.safetensors" in done.stderr
+    done = cai("evaluate", tmp_path / "nowhere", "--data", data)
+    assert done.returncode and "a fault of cai" not in done.stderr, done.stderr
+
+
 def test_adapters_beside_a_model_of_ones_own_classes(texts, home):
     """Trained, gone on with, exported as a folder of peft and merged, where a base that was changed is refused."""
     pytest.importorskip("peft")

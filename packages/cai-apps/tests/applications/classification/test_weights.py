@@ -6,10 +6,25 @@ import pytest
 import torch
 from classification_toys import CLASSES, KINDS, PICTURES, saved
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForImageClassification, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    HGNetV2Config,
+)
 
-from cai_apps.applications.classification.model import build, config_for, is_new_head, kind_of, pretrained
-from cai_mesh.errors import CheckpointError
+from cai_apps.applications.classification.model import (
+    build,
+    config_for,
+    is_new_head,
+    kind_of,
+    pretrained,
+    side_of,
+    with_adapters,
+)
+from cai_apps.config.sections import LoRA
+from cai_mesh.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +98,40 @@ def test_berts_of_masked_words_with_old_names(directories, tmp_path):
     assert new == {name for name in got if name.startswith("classifier") or "pooler" in name}
     for name in got.keys() - new:
         torch.testing.assert_close(got[name], want[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_models_of_pictures_and_texts_as_published(kind, tmp_path):
+    """openai/clip-vit and google/siglip on the hub: a tower beside one of texts, and no part called as the model is."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = sizes | {"image_size": 12, "patch_size": 4}
+    config = AutoConfig.for_model(kind, text_config=sizes | {"vocab_size": 60}, vision_config=vision)
+    torch.manual_seed(3)
+    whole = AutoModel.from_config(config)
+    whole.save_pretrained(tmp_path)
+    want, classified = dict(whole.named_parameters()), config_for(str(tmp_path), CLASSES)
+    assert side_of(classified, kind) == 12
+    got = read(tmp_path)
+    assert {name for name, value in got.items() if (value == 7).all()} == {
+        "classifier.weight",
+        "classifier.bias",
+    }
+    for name in got.keys() - {"classifier.weight", "classifier.bias"}:
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=0)
+    with torch.device("meta"):
+        model = with_adapters(classified, "pictures", LoRA(rank=2), tmp_path)
+    learned = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
+    assert learned == {"classifier.weight", "classifier.bias"}
+
+
+def test_a_head_that_cannot_be_told_from_the_layers_is_refused(tmp_path):
+    options = HGNetV2Config(embedding_size=8, depths=[1], hidden_sizes=[8], stem_channels=[3, 4, 8],
+                            stage_in_channels=[8], stage_mid_channels=[4], stage_out_channels=[8],
+                            stage_num_blocks=[1], stage_downsample=[False], stage_light_block=[False],
+                            stage_kernel_size=[3], stage_numb_of_layers=[1])  # fmt: skip
+    AutoModelForImageClassification.from_config(options).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be told from the layers below it"):
+        read(tmp_path)
 
 
 def test_files_that_lack_layers_are_refused(directories, tmp_path):

@@ -19,16 +19,21 @@ from cai_apps.applications.classification.model import kind_of, longest_of, side
 from cai_apps.applications.classification.pictures import Normalization, Pictures, source_of
 from cai_apps.applications.classification.records import labelled_texts
 from cai_apps.applications.classification.texts import encoded, load_tokenizer
+from cai_apps.compose.models import load_model_config
+from cai_apps.compose.pretrained import opened
 from cai_apps.config.adapters import is_adapter_folder
 from cai_apps.config.file import parse
 from cai_apps.run.files.directory import RunDirectory
 from cai_mesh.errors import ConfigError, DataError
+from cai_mesh.files import check_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LONGEST = 512
 """Tokens of a text where neither a run nor the model says less."""
+OF_RUN = ("text", "second_text", "label", "sequence_length")
+"""Keys of a run's data that say how samples are read."""
 WIDEST = 20
 """Classes up to which all confusions are shown."""
 Batch = tuple[dict[str, Tensor], list[int], list[str]]
@@ -108,36 +113,47 @@ class Outcome:
 
 
 def evaluate(
-    directory: Path, data: Data, *, length: int | None, batch: int, limit: int | None, output: Path | None
+    directory: Path,
+    source: str,
+    fields: Mapping[str, Any],
+    *,
+    batch: int,
+    limit: int | None,
+    output: Path | None,
 ) -> Outcome:
     """Classify samples and compare.
 
     Args:
         directory: a run with an export, or an HF model directory.
-        data: the place of the samples, and their fields.
-        length: the most tokens of a text; None: that of the run, or what the model takes, at most 512.
+        source: the place of the samples.
+        fields: keys of `Data` that are given, such as `text`; others are the run's, and of a model without one the
+            defaults, with texts of as many tokens as it takes, at most 512.
         batch: the number of samples of one forward.
         limit: the most samples that are read; None: all are.
         output: a file for what is said of each sample, a JSON object a line; None: there is none.
 
     Raises:
         ConfigError: there is no model that classifies.
+        CheckpointError: its weights cannot be read, or are those of another model.
         DataError: a sample is broken, of another class, or there is none.
     """
-    place, run_length = _place_of(directory)
-    model, classes = _opened(place)
+    place, of_run = _place_of(directory)
+    model = _opened(place)
+    names: Any = model.config.id2label
+    classes = [str(names[number]) for number in range(model.config.num_labels)]
+    longest = {"sequence_length": min(longest_of(model.config), LONGEST)}
+    data = Data(**{**longest, **of_run, **fields, "source": source})
     kind = kind_of(model.config, str(place))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device).eval()  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
     if kind == "texts":
-        most = length or run_length or min(longest_of(model.config), LONGEST)
-        batches = _texts(place, data, classes, most, batch)
+        batches = _texts(place, data, model.config, classes, batch)
     else:
         batches = _pictures(place, data, classes, side_of(model.config, str(place)), batch)
     confusion, losses, count = np.zeros((len(classes),) * 2, np.int64), 0.0, 0
     file = None if output is None else output.open("w", encoding="utf-8")
     try:
-        for inputs, labels, names in batches:
+        for inputs, labels, places in batches:
             room = len(labels) if limit is None else min(len(labels), limit - count)
             if room <= 0:
                 break
@@ -150,7 +166,7 @@ def evaluate(
             np.add.at(confusion, (target.numpy(), predicted.numpy()), 1)
             count += room
             if file is not None:
-                _note(file, classes, names, target, log_probs)
+                _note(file, classes, places, target, log_probs)
     finally:
         if file is not None:
             file.close()
@@ -159,13 +175,14 @@ def evaluate(
     return Outcome(classes, confusion, losses / count)
 
 
-def _place_of(directory: Path) -> tuple[Path, int | None]:
-    """Return the directory of a model, and the tokens of a text in the run that has trained it."""
+def _place_of(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of a model, and what the run that has trained it says of texts."""
     run = RunDirectory(directory)
-    if not run.config_file.is_file():
-        place, length = directory, None
-    else:
-        place, length = run.export, parse(run.config_file).get("data", {}).get("sequence_length")
+    place: Path = directory
+    of_run: dict[str, Any] = {}
+    if run.config_file.is_file():
+        place, table = run.export, parse(run.config_file).get("data", {})
+        of_run = {name: table[name] for name in OF_RUN if name in table}
     if is_adapter_folder(place):
         raise ConfigError(
             f"{place} has adapters and no whole model",
@@ -177,40 +194,32 @@ def _place_of(directory: Path) -> tuple[Path, int | None]:
             expected="a run that has ended, or a directory with a config.json and weights",
             fix="`cai export RUN DIR`, or `cai export RUN/best DIR`, writes what a run has so far",
         )
-    return place, length
+    return place, of_run
 
 
-def _opened(place: Path) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model of a directory, with the names of its classes."""
-    from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
+def _opened(place: Path) -> PreTrainedModel:
+    """Return the model of a directory, in evaluation."""
+    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    make: Any = (
-        AutoModelForSequenceClassification
-        if kind_of(config, str(place)) == "texts"
-        else AutoModelForImageClassification
-    )
-    model, report = make.from_pretrained(
-        place, output_loading_info=True, use_safetensors=True, trust_remote_code=False
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"{place} lacks weights of a model that classifies",
-            got=", ".join(missing[:3]),
-            cause="it was trained for something else, and its head would be random",
-            fix="train it first: `cai train bert-base --model.name DIR --model.weights pretrained ...`",
-        )
-    return model, [str(model.config.id2label[number]) for number in range(model.config.num_labels)]
+    check_weights(place)
+    is_of_texts = kind_of(load_model_config(str(place)), str(place)) == "texts"
+    make = AutoModelForSequenceClassification if is_of_texts else AutoModelForImageClassification
+    return opened(make, place, "model that classifies").eval()
 
 
-def _texts(place: Path, data: Data, classes: Sequence[str], length: int, size: int) -> Iterator[Batch]:
-    tokenizer, number, texts = load_tokenizer(place), 0, labelled_texts(data, data.source)
+def _texts(
+    place: Path, data: Data, config: PretrainedConfig, classes: Sequence[str], size: int
+) -> Iterator[Batch]:
+    tokenizer, texts = load_tokenizer(place), labelled_texts(data, data.source)
+    if (
+        config.get_text_config().pad_token_id is None
+    ):  # by it GPT-2 and its like find the last token of a text
+        config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
     while some := list(itertools.islice(texts, size)):
-        rows = encoded(tokenizer, some, length)
+        rows = encoded(tokenizer, some, data.sequence_length)
         inputs = {name: torch.from_numpy(values.astype(np.int64)) for name, values in rows.items()}
         labels = [number_of(text.label, classes, data.source) for text in some]
         yield inputs, labels, [text.first for text in some]
-        number += len(some)
 
 
 def _pictures(place: Path, data: Data, classes: Sequence[str], side: int, size: int) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from cai_apps.compose.blocks import blocks_of
 from cai_apps.compose.lora import add_adapters, plain_name, targets_of
 from cai_apps.compose.models import load_model_config, without_values
 from cai_apps.compose.published_names import present_tensors
@@ -61,7 +62,8 @@ def side_of(config: PretrainedConfig, name: str) -> int:
     Raises:
         ConfigError: it sees no squares of three colours, or does not say how large they are.
     """
-    side, colours = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
+    vision: Any = getattr(config, "vision_config", config)  # CLIP's and SigLIP's have one of texts beside it
+    side, colours = getattr(vision, "image_size", 224), getattr(vision, "num_channels", 3)
     if isinstance(side, (list, tuple)) and len(set(side)) == 1:
         side = side[0]
     if not isinstance(side, int) or colours != 3:
@@ -142,6 +144,30 @@ def with_adapters(
     return model
 
 
+def body_of(model: PreTrainedModel) -> str:
+    """Return the name of the part of a model that is below its head: by its prefix, or else by the blocks in it.
+
+    CLIP's and SigLIP's models that classify have no part of the name of their prefix.
+
+    Raises:
+        ConfigError: the head cannot be told from the layers below it.
+    """
+    children = [name for name, child in model.named_children() if next(child.parameters(), None) is not None]
+    block_ids = {id(block) for block in blocks_of(model)}
+    body = model.base_model_prefix
+    if body not in children and len(children) == 2:  # layers, then one that is the head
+        first = model.get_submodule(children[0]).modules()
+        body = children[0] if block_ids & {id(module) for module in first} else body
+    if body not in children or any(True for _ in model.parameters(recurse=False)):
+        raise ConfigError(
+            f"the head of {type(model).__name__} cannot be told from the layers below it",
+            got=f"the parts {', '.join(children)}",
+            expected=f"one part with all other layers, such as {body!r}, and the head beside it",
+            fix="take another model, or random weights",
+        )
+    return body
+
+
 def learned_beside(model: PreTrainedModel, directory: Path) -> tuple[str, ...]:
     """Return the names of the modules that learn whole beside adapters: the head, and a pooler that the files lack.
 
@@ -150,12 +176,15 @@ def learned_beside(model: PreTrainedModel, directory: Path) -> tuple[str, ...]:
     Args:
         model: the model without adapters.
         directory: the directory of the pretrained weights.
+
+    Raises:
+        ConfigError: its head cannot be told from the layers below it.
     """
-    base = model.base_model_prefix
+    body = body_of(model)
     heads = [
         name
         for name, child in model.named_children()
-        if name != base and next(child.parameters(), None) is not None
+        if name != body and next(child.parameters(), None) is not None
     ]
     if any(POOLER in f".{name}" for name in weight_files(directory).tensors):
         return tuple(heads)
@@ -192,13 +221,14 @@ def pretrained(
 
     Raises:
         CheckpointError: the files lack more than a head; raised by the function.
+        ConfigError: the head cannot be told from the layers below it; raised by the function.
     """
     stored: Any = load_model_config(name)
     same_classes = dict(stored.id2label or {}) == dict(config.id2label or {})
 
     def load(model: nn.Module) -> None:
         plain: Any = on_meta(config, kind)
-        inner = f"{plain.base_model_prefix}."
+        inner = f"{body_of(plain)}."
         heads = {parameter for parameter, _ in plain.named_parameters() if not parameter.startswith(inner)}
         new = frozenset() if same_classes else heads
 

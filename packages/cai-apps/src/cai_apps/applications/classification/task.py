@@ -21,6 +21,7 @@ from cai_apps.applications.classification.export import (
     write_model,
 )
 from cai_apps.applications.classification.model import (
+    body_of,
     is_new_head,
     kind_of,
     longest_of,
@@ -101,7 +102,10 @@ class ClassificationTask:
         name, model = config.model.name, load_model_config(config.model.name)
         if config.lora.rank:
             need_peft()
-            on_meta(workload(config, model, kind_of(model, name)))  # refuses what has no place in the model
+        if (
+            config.model.weights == "pretrained"
+        ):  # refuses adapters without a place, and heads that cannot be told
+            body_of(on_meta(workload(config, model, kind_of(model, name))))  # type: ignore[arg-type]
         former = own_classes(model, config.model.weights)
         is_trained = config.model.weights == "pretrained"
         if kind_of(model, name) == "pictures":
