@@ -141,15 +141,9 @@ def evaluate(
     model = _opened(place)
     names: Any = model.config.id2label
     classes = [str(names[number]) for number in range(model.config.num_labels)]
-    longest = {"sequence_length": min(longest_of(model.config), LONGEST)}
-    data = Data(**{**longest, **of_run, **fields, "source": source})
-    kind = kind_of(model.config, str(place))
+    batches = _batches(place, model.config, {**of_run, **fields, "source": source}, classes, batch)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)  # type: ignore[arg-type]
-    if kind == "texts":
-        batches = _texts(place, data, model.config, classes, batch)
-    else:
-        batches = _pictures(place, data, classes, side_of(model.config, str(place)), batch)
     confusion, losses, count = np.zeros((len(classes),) * 2, np.int64), 0.0, 0
     file = None if output is None else output.open("w", encoding="utf-8")
     try:
@@ -171,7 +165,7 @@ def evaluate(
         if file is not None:
             file.close()
     if not count:
-        raise DataError(f"{data.source} has no samples")
+        raise DataError(f"{source} has no samples")
     return Outcome(classes, confusion, losses / count)
 
 
@@ -205,6 +199,16 @@ def _opened(place: Path) -> PreTrainedModel:
     is_of_texts = kind_of(load_model_config(str(place)), str(place)) == "texts"
     make = AutoModelForSequenceClassification if is_of_texts else AutoModelForImageClassification
     return opened(make, place, "model that classifies").eval()
+
+
+def _batches(
+    place: Path, config: PretrainedConfig, fields: Mapping[str, Any], classes: Sequence[str], size: int
+) -> Iterator[Batch]:
+    """Return the samples of a source in batches, read by `fields` of `Data`."""
+    data = Data(**{"sequence_length": min(longest_of(config), LONGEST), **fields})
+    if kind_of(config, str(place)) == "texts":
+        return _texts(place, data, config, classes, size)
+    return _pictures(place, data, classes, side_of(config, str(place)), size)
 
 
 def _texts(
